@@ -13,11 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import chain_model, oracle_hidden, tiny_config, tiny_model
+from helpers import chain_model, decoded, fresh_state, oracle_hidden, tiny_config, tiny_model
 
 import tsjax
 from tools import record_acceptance
-from tsjax.decoding.programs import programs
 from tsjax.model.cache import init_cache
 from tsjax.model.passes import run_rows
 
@@ -63,8 +62,6 @@ def test_every_draft_is_right_where_a_draft_cache_holds_all_that_layers_do(reviv
 
 # --- a step at a time ----------------------------------------------------------------------------
 
-CAPACITY = 160  # one size for all prompts, as init_state compiles single operations for each
-
 
 def states_of(model, method, prompts: list[list[int]], num_steps: int, **settings):
     """The states before the first step and after each of `num_steps`, on the host.
@@ -72,41 +69,22 @@ def states_of(model, method, prompts: list[list[int]], num_steps: int, **setting
     In place of the prompts' rows the cache holds any: what is tested here does not depend on them.
     """
     cfg = tsjax.steps.DecodeConfig(model=model.cfg, method=method)
-    config = tsjax.GenerationConfig(**settings)
-    tokens = np.zeros((len(prompts), 40), np.int32)
-    for row, prompt in zip(tokens, prompts, strict=True):
-        row[: len(prompt)] = prompt
-    state = tsjax.steps.init_state(
-        tokens, np.asarray(list(map(len, prompts))), cfg=cfg, capacity=CAPACITY,
-        max_length=[CAPACITY] * len(prompts),
-        sampling=tsjax.steps.sampling_values(config, (), model.cfg.vocab_size, model.cfg.dtype),
-    )  # fmt: skip
+    state = fresh_state(model, prompts, method=method, capacity=160, **settings)
     rng = np.random.default_rng(0)
     pairs = jax.tree.map(
         lambda x: jnp.asarray(rng.standard_normal(x.shape), x.dtype), (state.kv.k, state.kv.v)
     )
     state = state.replace(kv=state.kv.replace(k=pairs[0], v=pairs[1]))
-    decode = programs("cpu", model.cfg.dtype).decode
     states = [jax.device_get(state)]
     for _ in range(num_steps):
-        state = decode(model.params, state, 1, cfg=cfg)
+        state = decoded(model.params, state, 1, cfg=cfg)
         states.append(jax.device_get(state))
     return states
-
-
-def lengths_of(states) -> list[list[int]]:
-    """Of each row: its lengths over the steps."""
-    return np.stack([state.length for state in states], axis=1).tolist()
 
 
 # --- n-grams -------------------------------------------------------------------------------------
 
 PERIOD = 11
-
-
-def counting_model() -> tsjax.Model:
-    """It says 0, 1, ... PERIOD - 1, 0, 1, ..."""
-    return chain_model({i: (i + 1) % PERIOD for i in range(PERIOD)})
 
 
 def window(size: int | None, penalty: float = 1.0001):
@@ -144,7 +122,9 @@ def test_the_step_at_which_an_ngram_first_counts(delay, settings):
         assert row[-1] > length + steps  # some were drafted
         expected.append(row)
     prompts = [[0], [0, 1, 2, 3, 4]]
-    assert lengths_of(states_of(counting_model(), method, prompts, steps, **settings)) == expected
+    model = chain_model({i: (i + 1) % PERIOD for i in range(PERIOD)})  # 0, 1, ... 10, 0, 1, ...
+    states = states_of(model, method, prompts, steps, **settings)
+    assert np.stack([state.length for state in states], axis=1).tolist() == expected
 
 
 # --- the draft cache -----------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import entry_computation, oracle_hidden, tiny_model
+from helpers import entry_computation, fresh_state, oracle_hidden, prefilled, tiny_model
 
 import tsjax
 from tsjax.methods.draft_choice import CHUNK, POOL, RULES, WINDOW, scores_by
@@ -23,13 +23,10 @@ def read():
     model = tiny_model(seed=3)
     rng = np.random.default_rng(0)
     tokens = rng.integers(model.cfg.vocab_size, size=(len(LENGTHS), max(LENGTHS) + 1))
+    texts = [row[: length + 1] for row, length in zip(tokens, LENGTHS, strict=True)]
+    state = fresh_state(model, texts, capacity=CAPACITY)
     cfg = tsjax.steps.DecodeConfig(model=model.cfg)
-    prompt_length = np.asarray(LENGTHS) + 1
-    state = tsjax.steps.init_state(
-        tokens, prompt_length, cfg=cfg, capacity=CAPACITY, max_length=[CAPACITY] * len(LENGTHS)
-    )
-    state = tsjax.steps.prefill(model.params, state, width=16, cfg=cfg)
-    return model, tokens, state
+    return model, tokens, prefilled(model.params, state, cfg=cfg)
 
 
 @functools.cache

@@ -6,7 +6,6 @@ no token shows: the drafts themselves.
 """
 
 import collections
-import dataclasses
 
 import hypothesis
 import hypothesis.strategies as st
@@ -14,11 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import chain_model, tiny_config, tiny_model
+from helpers import chain_model, decoded, fresh_state, prefilled, tiny_config, tiny_model
 
 import tsjax
 from tsjax.costs import Costs, Int8Costs, Line
-from tsjax.decoding.start import first_memory
 from tsjax.decoding.tree import NO_NODE, cut, grow_tree
 from tsjax.methods import likely_growth, rates
 from tsjax.methods.likely_sources import best_of_pass
@@ -153,17 +151,10 @@ CYCLE = {token: (token + 1) % 6 for token in range(6)}
 def states(model, method, prompt, steps, **settings):
     """The state after the prompt and after each step."""
     cfg = tsjax.steps.DecodeConfig(model=model.cfg, method=method)
-    config = tsjax.GenerationConfig(**settings)
-    state = tsjax.steps.init_state(
-        np.asarray([prompt], np.int32), np.asarray([len(prompt)], np.int32), cfg=cfg,
-        capacity=128, max_length=[100],
-        sampling=tsjax.steps.sampling_values(config, (), model.cfg.vocab_size, model.cfg.dtype),
-    )  # fmt: skip
-    state = tsjax.steps.prefill(model.params, state, cfg=cfg, width=64)
-    step = jax.jit(tsjax.steps.decode, static_argnames="cfg")
-    found = [state]
+    state = fresh_state(model, [prompt], method=method, capacity=128, max_length=[100], **settings)
+    found = [prefilled(model.params, state, cfg=cfg, width=64)]
     for _ in range(steps):
-        found.append(step(model.params, found[-1], 1, cfg=cfg))
+        found.append(decoded(model.params, found[-1], 1, cfg=cfg))
     return found
 
 
@@ -210,20 +201,6 @@ def test_the_width_follows_the_price():
         saves = {n: float(chance[0, :n].sum()) - (1 + row * (n - 1)) for n in (1, 2, 4, 8)}
         best = max(saves, key=saves.__getitem__)
         assert int(nodes[0]) == best and float(seconds) == pytest.approx(1 + row * (best - 1))
-
-
-def test_rates_outlive_a_change_of_method():
-    model = chain_model(CYCLE, vocab_size=8)
-    method = LikelyTree(costs=table(3.0))
-    last = states(model, method, [0, 1, 2, 3, 4, 5] * 3, 5)[-1]
-    lesson = method.lesson(last.memory)
-    other = dataclasses.replace(method, draft_passes=1, draft_budget=32)
-    cfg = tsjax.steps.DecodeConfig(model=model.cfg, method=other)
-    how = dict(cfg=cfg, batch=1, capacity=last.tokens.shape[1], mesh=None)
-    (taught, _), (fresh, _) = first_memory(lesson, **how), first_memory(None, **how)
-    assert np.array_equal(taught.rates.values, last.memory.rates.values)
-    assert not np.array_equal(taught.rates.values, rates.first_rates().values)
-    assert fresh.rates.values.tolist() == rates.first_rates().values.tolist()
 
 
 def test_wrong_settings_and_what_a_model_lacks():

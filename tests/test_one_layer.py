@@ -12,16 +12,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import looping_model, tiny_model
+from helpers import decoded, fresh_state, looping_model, prefilled, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tsjax
 from tsjax.base.errors import BadValue
 from tsjax.costs import Costs, Line
-from tsjax.decoding.start import first_memory, init_state
+from tsjax.decoding.start import first_memory
 from tsjax.methods import correction, one_layer
 from tsjax.methods.correction import LEARNED_AT_ONCE
+from tsjax.methods.rates import first_rates
 from tsjax.model.drafter import words_logits
 from tsjax.model.logits import tapped_states
 from tsjax.training import drafter_loss
@@ -56,19 +57,21 @@ def drafts(params, state, *, cfg, number):
 
 def run_of(model, steps: int, method, prompts=(PROMPT,)):
     cfg = tsjax.steps.DecodeConfig(model.cfg, method)
-    longest = max(map(len, prompts))
-    tokens = np.zeros((len(prompts), longest), np.int32)
-    for row, prompt in enumerate(prompts):
-        tokens[row, : len(prompt)] = prompt
-    lengths = np.asarray([len(prompt) for prompt in prompts], np.int32)
-    state = init_state(
-        tokens, lengths, cfg=cfg, capacity=128, max_length=np.full(len(prompts), 120, np.int32)
-    )
-    state = tsjax.steps.prefill(model.params, state, width=16, cfg=cfg)
-    step = jax.jit(tsjax.steps.decode_step, static_argnames="cfg")
-    for _ in range(steps):
-        state = step(model.params, state, cfg=cfg)
-    return cfg, state
+    state = fresh_state(model, prompts, method=method, capacity=128)
+    return cfg, decoded(model.params, prefilled(model.params, state, cfg=cfg), steps, cfg=cfg)
+
+
+def trained(model, text, number: int):
+    """What its training computes for a text, from the first place that a step computes on: the
+    states of so many drafts in a row, and the model's own."""
+    first, cfg = len(PROMPT) - 1, model.cfg
+    taps = tapped_states(model.params, text, cfg=cfg.alone, taps=cfg.drafter.taps)[:, first:]
+    text = jnp.asarray(text[:, first:])
+    pieces = Pieces(taps, taps[:, :, -1], text, jnp.zeros_like(text), jnp.ones_like(text, bool))
+    places = jnp.arange(text.shape[1], dtype=jnp.int32)
+    drafter, embed = model.params.drafter, model.params.model.embed
+    states = drafter_loss.unrolled(drafter, embed, pieces, places, number, cfg=cfg)
+    return states, pieces.last
 
 
 @pytest.mark.parametrize("drafted", [0, 3], ids=["plain steps", "drafting steps"])
@@ -85,19 +88,10 @@ def test_a_run_drafts_what_training_computes(drafted):
     length = int(state.length[0])
     text = np.asarray(state.tokens[0, :length])
     text = np.concatenate([text, [int(one[0, 0]) for one in tokens]])[None].astype(np.int32)
-    first = len(PROMPT) - 1  # the first place that a step computes
-    taps = tapped_states(model.params, text, cfg=model.cfg.alone, taps=model.cfg.drafter.taps)
-    pieces = Pieces(
-        taps[:, first:], taps[:, first:, -1], jnp.asarray(text[:, first:]),
-        jnp.zeros_like(text[:, first:]), jnp.ones_like(text[:, first:], bool),
-    )  # fmt: skip
-    places = jnp.arange(pieces.tokens.shape[1], dtype=jnp.int32)
-    states = drafter_loss.unrolled(
-        model.params.drafter, model.params.model.embed, pieces, places, 3, cfg=model.cfg
-    )
+    states, _ = trained(model, text, 3)
     for row, found in enumerate(states):
         wanted = words_logits(model.params.drafter, found, cfg=model.cfg)
-        wanted = np.asarray(wanted)[0, length - 2 - first]
+        wanted = np.asarray(wanted)[0, length - 1 - len(PROMPT)]
         order = np.argsort(-wanted, kind="stable")[:3]
         words = np.asarray(model.params.drafter.words)
         np.testing.assert_allclose(scores[row][0], wanted[order], rtol=1e-3, atol=1e-3)
@@ -150,42 +144,33 @@ def test_a_run_learns_from_each_row_that_the_model_has_answered():
     model = loop_with_drafter()
     method = tsjax.LikelyTree(places=0, drafter=3, width=4, costs=CHEAP)
     cfg, state = run_of(model, 9, method)
-    first, length = len(PROMPT) - 1, int(state.length[0])
-    text = state.tokens[:1, :length]
-    taps = tapped_states(model.params, text, cfg=model.cfg.alone, taps=model.cfg.drafter.taps)
-    pieces = Pieces(
-        taps[:, first:], taps[:, first:, -1], text[:, first:], jnp.zeros_like(text[:, first:]),
-        jnp.ones_like(text[:, first:], bool),
-    )  # fmt: skip
-    places = jnp.arange(pieces.tokens.shape[1], dtype=jnp.int32)
-    (said,) = drafter_loss.unrolled(
-        model.params.drafter, model.params.model.embed, pieces, places, 1, cfg=model.cfg
-    )
-    normed = [np.asarray(correction.normed_state(x, np.float32)[0]) for x in (said, pieces.last)]
+    length = int(state.length[0])
+    (said,), own = trained(model, state.tokens[:1, :length], 1)
+    normed = [np.asarray(correction.normed_state(x, np.float32)[0]) for x in (said, own)]
     # A step's rows are read by the next step's drafts.
-    known = length - 1 - int(state.emitted[0]) - first
+    known = length - int(state.emitted[0]) - len(PROMPT)
     expected = delta_rule(np.zeros((model.cfg.embed_dim,) * 2), normed[0][: known - 1],
                           normed[1][1:known])  # fmt: skip
     assert known > 10 and np.abs(expected).max() > 0.01
-    np.testing.assert_allclose(state.memory.layer.correction[0], expected, atol=2e-4)
-
-
-def test_what_it_has_learned_outlives_a_change_of_method():
-    model = loop_with_drafter()
-    method = tsjax.LikelyTree(places=0, drafter=3, width=4, costs=CHEAP)
-    _, state = run_of(model, 6, method)
+    found = np.asarray(state.memory.layer.correction)
+    np.testing.assert_allclose(found[0], expected, atol=2e-4)
+    # It outlives a change of method, as rates do.
     cfg = tsjax.steps.DecodeConfig(model.cfg, tsjax.LikelyTree(drafter=1, costs=CHEAP))
     how = dict(cfg=cfg, batch=1, capacity=state.tokens.shape[1], mesh=None)
-    memory, _ = first_memory(method.lesson(state.memory), **how)
-    found = np.asarray(memory.layer.correction)
-    assert found.any() and np.array_equal(found, state.memory.layer.correction)
+    taught, fresh = (first_memory(one, **how)[0] for one in (method.lesson(state.memory), None))
+    assert np.array_equal(taught.layer.correction, found) and not fresh.layer.correction.any()
+    assert np.array_equal(taught.rates.values, state.memory.rates.values)
+    assert not np.array_equal(taught.rates.values, first_rates().values)
 
 
 def test_a_published_head_does_not_learn():
     shape = tsjax.training.OneLayer(mlp_dim=16, words=20, taps=(0, 1, 2), token_in_state=False)
     model = tiny_model(drafter=shape, num_layers=2)
-    _, state = run_of(model, 1, tsjax.LikelyTree(drafter=2, costs=CHEAP))
-    assert state.memory.layer.correction is None
+    method = tsjax.LikelyTree(drafter=2, costs=CHEAP)
+    state = fresh_state(model, [PROMPT], method=method)
+    cfg = tsjax.steps.DecodeConfig(model.cfg, method)
+    step = functools.partial(tsjax.steps.decode_step, cfg=cfg)
+    assert jax.eval_shape(step, model.params, state).memory.layer.correction is None
 
 
 @settings(max_examples=30)

@@ -39,12 +39,9 @@ def scores_by(
         return asked_by_window(model, params, kv, tokens)
     scores = importance(query, kv)
     if rule == "retrieval":
-
-        def of_chunks(layer: int):
-            by_token = in_order(scores[layer], kv.parts)
-            return dealt_out(by_chunk(by_token, kv.rows_in(layer)), kv.parts)
-
-        return tuple(map(of_chunks, layers))
+        ordered = (in_order(one, kv.parts) for one in scores)
+        chunks = map(by_chunk, ordered, map(kv.rows_in, layers))
+        return tuple(dealt_out(one, kv.parts) for one in chunks)
     return scores
 
 

@@ -8,6 +8,7 @@ kind is right.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import jax.numpy as jnp
 
@@ -129,10 +130,9 @@ def best_of_layer(depth: int) -> slice:
     return slice(first, first + gaps)
 
 
-def kinds_of_pass(candidates: Candidates) -> Int[Array, "B best_of"]:
+def kinds_of_pass(candidates: Candidates, depth: int) -> Int[Array, "B best_of"]:
     """By whether a candidate is the best one, and the gap to the other one."""
-    index = jnp.arange(CHILDREN)[None]
-    gap = gaps(candidates.scores)
+    index, gap = jnp.arange(CHILDREN)[None], gaps(candidates.scores)
     kinds = kind_number(KINDS.passes, PASS_AXES, index, between(GAPS, gap))
     return jnp.where(candidates.possible, kinds, NO_DRAFT)
 
@@ -143,17 +143,11 @@ def gaps(scores: Float[Array, "B best_of"]) -> Float[Array, "B best_of"]:
     return jnp.where(other > -jnp.inf, scores[:, :1] - other, jnp.inf)
 
 
-def from_passes(found: list[Candidates]) -> Paths:
-    return as_chain(found, [kinds_of_pass(one) for one in found])
-
-
-def from_layer(found: list[Candidates]) -> Paths:
-    return as_chain(found, [kinds_of_layer(one, depth) for depth, one in enumerate(found)])
-
-
-def as_chain(found: list[Candidates], kinds: list[Int[Array, "B best_of"]]) -> Paths:
+def from_chain(
+    found: list[Candidates], kinds_of: Callable[[Candidates, int], Int[Array, "B best_of"]]
+) -> Paths:
     """The path of the best candidates, and the others each as the end of a path."""
-    passes = len(found)
+    passes, kinds = len(found), [kinds_of(one, depth) for depth, one in enumerate(found)]
     best = jnp.stack([one.tokens[:, 0] for one in found], axis=1)
     of_best = jnp.stack([kind[:, 0] for kind in kinds], axis=1)
     tokens, all_kinds = [best], [of_best]
@@ -171,9 +165,8 @@ def grid(number: int) -> list[tuple[int, ...]]:
     return list(itertools.product(*map(range, HEAD_CHILDREN[:number])))
 
 
-def from_heads(ranked: list[Candidates]) -> tuple[Int[Array, "B R J"], Int[Array, "B R J"]]:
-    """Tokens and kinds of every combination of the heads' candidates: none knows which one came
-    before it."""
+def from_heads(ranked: list[Candidates]) -> Paths:
+    """Every combination of the heads' candidates: none knows which one came before it."""
     tokens, kinds, of_depth = [], [], []
     for depth, one in enumerate(ranked):
         index, gap = jnp.arange(one.tokens.shape[1])[None], gaps(one.scores)
@@ -182,7 +175,7 @@ def from_heads(ranked: list[Candidates]) -> tuple[Int[Array, "B R J"], Int[Array
     for path in grid(len(ranked)):
         tokens.append(jnp.stack([one.tokens[:, r] for one, r in zip(ranked, path, strict=True)], 1))
         kinds.append(jnp.stack([one[:, r] for one, r in zip(of_depth, path, strict=True)], 1))
-    return jnp.stack(tokens, axis=1), jnp.stack(kinds, axis=1)
+    return of_kinds(jnp.stack(tokens, axis=1), jnp.stack(kinds, axis=1), "model")
 
 
 def heads_after(chain: Paths, ranked: list[Candidates]) -> Paths:
@@ -192,6 +185,7 @@ def heads_after(chain: Paths, ranked: list[Candidates]) -> Paths:
         first = jnp.broadcast_to(first[:, :1], (*others.shape[:2], first.shape[2]))
         return jnp.concatenate([first, others], axis=2)
 
-    assert chain.kinds is not None
-    tokens, kinds = from_heads(ranked)
-    return of_kinds(joined(chain.tokens, tokens), joined(chain.kinds, kinds), "model")
+    heads = from_heads(ranked)
+    assert chain.kinds is not None and heads.kinds is not None
+    tokens, kinds = joined(chain.tokens, heads.tokens), joined(chain.kinds, heads.kinds)
+    return of_kinds(tokens, kinds, "model")

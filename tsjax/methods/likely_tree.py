@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
@@ -45,28 +44,20 @@ from tsjax.methods.likely_sources import (
     LIKELY_SOURCES,
     best_of_layer,
     best_of_pass,
+    from_chain,
     from_corpus,
     from_heads,
-    from_layer,
-    from_passes,
     from_text,
     grid,
     heads_after,
     kinds_of_layer,
     kinds_of_pass,
 )
-from tsjax.methods.model_drafts import Candidates, Drafter, newest, noise_after, weights_for
+from tsjax.methods.model_drafts import Drafter, newest, noise_after, weights_for
 from tsjax.methods.ngram import fading_window
 from tsjax.methods.on_partial_cache import OnPartialCache
-from tsjax.methods.one_layer import (
-    LayerMemory,
-    can_adapt,
-    draft_chain,
-    init_layer_memory,
-    with_path,
-)
-from tsjax.methods.partial_cache import DraftCache
-from tsjax.methods.paths import Paths, all_kinds, all_tokens, as_tuples, of_kinds, source_numbers
+from tsjax.methods.one_layer import can_adapt, draft_chain, init_layer_memory, with_path
+from tsjax.methods.paths import Paths, all_kinds, all_tokens, as_tuples, source_numbers
 from tsjax.methods.rates import MOST_HEADS, NO_DRAFT, chances, first_rates, learned
 from tsjax.model.params import Params
 
@@ -298,24 +289,12 @@ class LikelyTree(OnPartialCache):
                 groups += from_text(state, memory.table, self.places, sizes.depth)
             if self.corpus:
                 groups.append(from_corpus(state, params.corpus, sizes.depth))
-            if self.draft_passes:
+            if sizes.levels:
                 found = best_by_depth(memory.rates, groups)
-                cache, ranked, spent = self._run_passes(
+                changes, more, spent = self._by_the_model(
                     model, params, state, noise, prices, pace, found
                 )
-                memory = memory.replace(cache=cache)
-                groups.append(from_passes(ranked[: self.draft_passes]))
-                if len(ranked) > self.draft_passes:
-                    groups.append(heads_after(groups[-1], ranked[self.draft_passes :]))
-            elif self.drafter:
-                found = best_by_depth(memory.rates, groups)
-                layer, ranked, spent = self._run_layer(
-                    model, params, state, noise, prices, pace, found
-                )
-                memory = memory.replace(layer=layer)
-                groups.append(from_layer(ranked))
-            elif sizes.levels:
-                groups.append(self._of_heads(model, params, state))
+                memory, groups = memory.replace(**changes), [*groups, *more]
             kinds = jnp.where(
                 state.running[:, None, None], all_kinds(groups, sizes.depth), NO_DRAFT
             )
@@ -331,7 +310,7 @@ class LikelyTree(OnPartialCache):
             nodes, seconds = best_width(sizes.pass_widths, chance, prices, pace, state.running)
             return memory.replace(offered=offered, spent=spent + seconds), cut(tree, nodes)
 
-    def _run_passes(
+    def _by_the_model(
         self,
         model: ModelConfig,
         params: Params,
@@ -340,71 +319,41 @@ class LikelyTree(OnPartialCache):
         prices: Prices,
         pace: Float[Array, ""],
         found: Float[Array, "B J"],
-    ) -> tuple[DraftCache, list[Candidates], Float[Array, ""]]:
-        """The partial cache with the drafts' rows after its length, the candidates of each depth,
-        and the seconds that passes take. `found` is how likely the text alone is right, by depth.
-        """
-        memory, weights = state.memory, weights_for(self, params)
-        heads, passes = params.heads[: self._num_heads(model)], self.draft_passes
-        drafter = Drafter(model, weights, heads, state, CHILDREN, passes, self.draft_rest)
-        wanted = self._that_pays(state, found, prices, pace, prices.one_pass, best_of_pass)
-        cache, ranked, runs = drafter.run(memory.cache, state.root[:, None], noise, wanted)
-        spent = functools.reduce(jnp.add, (jnp.where(ran, prices.one_pass, 0) for ran in runs))
-        return cache, ranked, spent
+    ) -> tuple[dict[str, Any], list[Paths], Float[Array, ""]]:
+        """What changes in the memory, the paths of the model's passes and heads or of its drafter,
+        and the seconds that they take. `found` is how likely the text alone is right, by depth."""
+        memory, root, zero = state.memory, state.root[:, None], jnp.float32(0)
 
-    def _that_pays(
-        self,
-        state: DecodeState,
-        found: Float[Array, "B J"],
-        prices: Prices,
-        pace: Float[Array, ""],
-        price: Float[Array, ""],
-        best_of: Callable[[int], slice],
-        kinds_of: Callable[[Candidates, int], Int[Array, "B best_of"]] | None = None,
-    ) -> Callable[[int, list[Candidates]], Bool[Array, ""]]:
-        """Whether a draft at a depth, after the candidates before it, promises to save more than
-        its `price`; at the first depth it runs now and then to see."""
-        rates, explores = state.memory.rates, jnp.max(state.stats.steps) % EXPLORES == 0
-        kinds_of = kinds_of or (lambda one, depth: kinds_of_pass(one))
-
-        def wanted(depth: int, ranked: list[Candidates]) -> Bool[Array, ""]:
-            best = (kinds_of(one, at)[:, :1, None] for at, one in enumerate(ranked))
-            right = (chances(rates, kinds)[:, 0, 0] for kinds in best)
+        def wanted(price, best_of, kinds_of, depth, ranked) -> Bool[Array, ""]:
+            """Whether a draft at a depth, after the candidates before it, promises to save more
+            than its price; at the first depth it runs now and then to see."""
+            kinds = (kinds_of(one, at)[:, :1, None] for at, one in enumerate(ranked))
+            right = (chances(memory.rates, kind)[:, 0, 0] for kind in kinds)
             survival = functools.reduce(jnp.multiply, right, state.running.astype(jnp.float32))
             known = found[:, depth] if depth < found.shape[1] else 0.0
-            gain = gain_of_pass(rates, survival, known, prices, pace, best_of(depth))
+            gain = gain_of_pass(memory.rates, survival, known, prices, pace, best_of(depth))
+            explores = jnp.max(state.stats.steps) % EXPLORES == 0
             return (gain > price) | (explores if depth == 0 else False)
 
-        return wanted
-
-    def _run_layer(
-        self,
-        model: ModelConfig,
-        params: Params,
-        state: DecodeState,
-        noise: Noise,
-        prices: Prices,
-        pace: Float[Array, ""],
-        found: Float[Array, "B J"],
-    ) -> tuple[LayerMemory, list[Candidates], Float[Array, ""]]:
-        """As `_run_passes`, of the one-layer drafter. Its first row runs in any case."""
-        wanted = self._that_pays(
-            state, found, prices, pace, prices.one_layer, best_of_layer, kinds_of_layer
-        )
-        layer, ranked, runs = draft_chain(
-            model, params, state, state.memory.layer, noise, self.drafter, CHILDREN, wanted
-        )
-        spent = (jnp.where(ran, prices.one_layer, 0) for ran in runs[1:])
-        return layer, ranked, functools.reduce(jnp.add, spent, prices.one_layer)
-
-    def _of_heads(self, model: ModelConfig, params: Params, state: DecodeState) -> Paths:
-        """From the verified hidden state."""
-        number, weights = self._num_heads(model), weights_for(self, params)
-        noise = noise_after(model, state, (state.row_key, state.length), 0, number)
-        drafter = Drafter(model, weights, params.heads[:number], state, CHILDREN)
-        ranked = drafter.by_heads(state.memory.hidden, state.root[:, None], noise)
-        tokens, kinds = from_heads(ranked)
-        return of_kinds(tokens, kinds, "model")
+        if self.drafter:
+            price = prices.one_layer
+            pays = functools.partial(wanted, price, best_of_layer, kinds_of_layer)
+            layer, ranked, runs = draft_chain(
+                model, params, state, memory.layer, noise, self.drafter, CHILDREN, pays
+            )
+            spent = sum((jnp.where(ran, price, 0) for ran in runs[1:]), price)  # the first runs
+            return {"layer": layer}, [from_chain(ranked, kinds_of_layer)], spent
+        number, passes = self._num_heads(model), self.draft_passes
+        heads, weights = params.heads[:number], weights_for(self, params)
+        drafter = Drafter(model, weights, heads, state, CHILDREN, passes, self.draft_rest)
+        if not passes:  # from the verified hidden state
+            noise = noise_after(model, state, (state.row_key, state.length), 0, number)
+            return {}, [from_heads(drafter.by_heads(memory.hidden, root, noise))], zero
+        pays = functools.partial(wanted, prices.one_pass, best_of_pass, kinds_of_pass)
+        cache, ranked, runs = drafter.run(memory.cache, root, noise, pays)
+        chain = from_chain(ranked[:passes], kinds_of_pass)
+        paths = [chain, heads_after(chain, ranked[passes:])] if heads else [chain]
+        return {"cache": cache}, paths, sum((jnp.where(x, prices.one_pass, 0) for x in runs), zero)
 
     # --- learning --------------------------------------------------------------------------------
 

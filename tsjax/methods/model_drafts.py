@@ -76,6 +76,25 @@ def no_candidates(shape: tuple[int, int], dtype: DTypeLike) -> Candidates:
     return Candidates(jnp.zeros(shape, jnp.int32), jnp.full(shape, -jnp.inf, dtype))
 
 
+def candidates_after(
+    best: Int[Array, "B known"],
+    logits: Float[Array, "B 1 V"],
+    state: DecodeState,
+    noise: Noise,
+    best_of: int,
+) -> Candidates:
+    """Candidates for the token after `best`, the root and what is drafted so far, by logits that
+    are processed as the model's own will be: the penalty sees these tokens."""
+    depth, ancestors = best.shape[1] - 1, None
+    if depth:
+        positions = state.length[:, None] + jnp.arange(depth, dtype=jnp.int32)
+        ancestors = best[:, None, 1:], positions[:, None]
+    depths = jnp.full((best.shape[0], 1), depth, jnp.int32)
+    scores = score_choices(logits, state.text, depths, noise, state.sampling, ancestors)
+    values, tokens = best_few(scores[:, 0], best_of)
+    return Candidates(tokens, values)
+
+
 def weights_for(method: Method, params: Params) -> ModelWeights:
     """Those that a method drafts with. A narrow model drafts with itself."""
     if not method.wants_int8 or is_narrow(params.model):
@@ -133,26 +152,16 @@ class Drafter(NamedTuple):
         best: Int[Array, "B known"],
         noise: Noise,
     ) -> list[Candidates]:
-        """Candidates by the drafts' logits, processed as the model's own will be.
+        """Candidates for the n tokens after `best`, each after the best ones before it.
 
-        `normed` are the states for the n tokens after `best`, the root and what is drafted so far;
-        the last ones are those of `heads`. The penalty sees these tokens, and the best of the n in
-        turn.
+        `normed` are the states for them; the last ones are those of `heads`.
         """
-        state, ranked = self.state, []
+        ranked = []
         logits = unembed_with_heads(self.weights, heads, normed, cfg=self.model)
         for index in range(normed.shape[1]):
-            depth = best.shape[1] - 1
-            ancestors = None
-            if depth:
-                positions = state.length[:, None] + jnp.arange(depth, dtype=jnp.int32)
-                ancestors = best[:, None, 1:], positions[:, None]
-            depths = jnp.full((best.shape[0], 1), depth, jnp.int32)
             one = logits[:, index : index + 1]
-            scores = score_choices(one, state.text, depths, noise, state.sampling, ancestors)
-            values, tokens = best_few(scores[:, 0], self.best_of)
-            ranked.append(Candidates(tokens, values))
-            best = jnp.concatenate([best, tokens[:, :1]], axis=1)
+            ranked.append(candidates_after(best, one, self.state, noise, self.best_of))
+            best = jnp.concatenate([best, ranked[-1].tokens[:, :1]], axis=1)
         return ranked
 
     def run(

@@ -165,8 +165,12 @@ class NGram(Method):
         found += NGRAMS_FIND * min(self.setting("num_ngrams") / ALL_NGRAMS, 1.0) ** FEWER_FIND
         repeated = sum(REPEAT_IS_RIGHT**n for n in range(1, self.setting("suffix_length") + 1))
         found += REPEATS * max(repeated - found, 0.0)
-        width, widest = usual_widths(self, rows, model)
-        usual, wide = (costs.of_pass(n, context) for n in (width, widest))
+        # The pass of a usual step, and that of one that has found a long repetition.
+        often = self.setting("suffix_length") if self.suffix_match < LONG_MATCH else 0
+        rows += round(FILLED * (self.setting("num_ngrams") * self.ngram_depth + often))
+        sizes = self.sizes(model)
+        width = next(n for n in sizes.pass_widths if n >= min(rows, sizes.width))
+        usual, wide = (costs.of_pass(n, context) for n in (width, sizes.width))
         seconds = (1 - self._repeats) * usual + self._repeats * wide + costs.overhead
         seconds += costs.suffix.at(context) if self.setting("suffix_length") else 0.0
         seconds += costs.ngrams if self.setting("num_ngrams") else 0.0
@@ -235,15 +239,6 @@ class NGram(Method):
         k, size = self.setting("num_ngrams"), self.ngram_size
         following, exists = most_frequent(table, state.tokens, first, k, size)
         return [Paths(following, following.shape[2] * exists.astype(jnp.int32), "ngrams")]
-
-
-def usual_widths(method: NGram, rows: int, model: ModelConfig) -> tuple[int, int]:
-    """Of the pass that a usual step takes, with so many rows beside those of the text's drafts, and
-    of one that has found a long repetition."""
-    often = method.setting("suffix_length") if method.suffix_match < LONG_MATCH else 0
-    rows += round(FILLED * (method.setting("num_ngrams") * method.ngram_depth + often))
-    sizes = method.sizes(model)
-    return next(n for n in sizes.pass_widths if n >= min(rows, sizes.width)), sizes.width
 
 
 def fading_window(values: SamplingValues) -> Any:

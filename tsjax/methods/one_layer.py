@@ -18,10 +18,9 @@ from tsjax.base.errors import BadValue
 from tsjax.base.model_config import ModelConfig
 from tsjax.base.typing import Array, Bool, Float, Int, accumulation_dtype
 from tsjax.decoding.method import Noise
-from tsjax.decoding.sampling import best_few, score_choices
 from tsjax.decoding.state import Acceptance, DecodeState, Verdict
 from tsjax.methods.correction import after_rows, corrected, normed_state
-from tsjax.methods.model_drafts import Candidates, no_candidates
+from tsjax.methods.model_drafts import Candidates, candidates_after, no_candidates
 from tsjax.model.control_flow import run_if
 from tsjax.model.drafter import DrafterWeights, carried, draft_rows, fused, words_logits
 from tsjax.model.params import Params
@@ -113,7 +112,7 @@ def draft_chain(
 
     Where nothing is fresh, as before the first step, no candidate is possible.
     """
-    memory, states = _read(model, params, state, memory)
+    drafter, (memory, states) = drafter_of(params), _read(model, params, state, memory)
     some = memory.fresh > 0
     best, ranked, runs = state.root[:, None], [], []
     ran = jnp.any(some & state.running)
@@ -127,11 +126,13 @@ def draft_chain(
         def deeper(carry, best, states, held, noise, depth=depth):
             (k, v), _, _ = carry
             if depth:
-                states, k, v = _follow(model, params, state, best, states, held, k, v, depth)
+                states, k, v = _follow(model, params, state, best, states, held, k, v)
             if memory.correction is not None:
                 states = corrected(memory.correction, states)
-            found = _ranked(model, params, state, best, states, noise, best_of)
-            return (k, v), found, states
+            said = words_logits(drafter, states, cfg=model)
+            logits = jnp.full((*said.shape[:2], model.vocab_size), -jnp.inf, said.dtype)
+            logits = logits.at[:, :, drafter.words].set(said)
+            return (k, v), candidates_after(best, logits, state, noise, best_of), states
 
         slots, found, states = run_if(ran, deeper, (slots, none, states), *inputs, small=True)
         possible = found.possible & some[:, None]
@@ -219,21 +220,19 @@ def _follow(
     held: Int[Array, "B"],
     k: Float[Array, "B K slots H"],
     v: Float[Array, "B K slots H"],
-    depth: int,
 ):
     """The next states, after the last of the `best` drafts, and the buffers with their rows beyond
     what counts."""
-    length, alone = held + depth - 1, jnp.ones((1, 1), bool)
+    drafter, drafted = drafter_of(params), best.shape[1] - 1
+    length, alone = held + drafted - 1, jnp.ones((1, 1), bool)
 
     def attend(q, k_new, v_new):
         return tree_attention(q, k, v, length, k_new, v_new, alone)
 
-    states = carried(drafter_of(params), states, cfg=model)
-    positions = state.kv.length[:, None] + depth - 1
+    states = carried(drafter, states, cfg=model)
+    positions = state.kv.length[:, None] + drafted - 1
     embedded = embed(params.model, best[:, -1:])
-    states, k_new, v_new = draft_rows(
-        drafter_of(params), states, embedded, positions, attend, cfg=model
-    )
+    states, k_new, v_new = draft_rows(drafter, states, embedded, positions, attend, cfg=model)
     one = jnp.ones_like(held)
     return states, _written(k, k_new, length, one), _written(v, v_new, length, one)
 
@@ -261,27 +260,3 @@ def _written(
         return scattered(buffer, rows, jnp.where(kept[:, 0, :, 0], slots, buffer.shape[2]))
 
     return for_each_row(one, at_once, buffer, rows)
-
-
-def _ranked(
-    model: ModelConfig,
-    params: Params,
-    state: DecodeState,
-    best: Int[Array, "B known"],
-    states: Float[Array, "B 1 D"],
-    noise: Noise,
-    best_of: int,
-) -> Candidates:
-    """Candidates by the drafter's logits, processed as the model's own will be."""
-    depth, size = best.shape[1] - 1, model.vocab_size
-    said = words_logits(drafter_of(params), states, cfg=model)
-    logits = jnp.full((*said.shape[:2], size), -jnp.inf, said.dtype)
-    logits = logits.at[:, :, drafter_of(params).words].set(said)
-    ancestors = None
-    if depth:
-        positions = state.length[:, None] + jnp.arange(depth, dtype=jnp.int32)
-        ancestors = best[:, None, 1:], positions[:, None]
-    depths = jnp.full((best.shape[0], 1), depth, jnp.int32)
-    scores = score_choices(logits, state.text, depths, noise, state.sampling, ancestors)
-    values, tokens = best_few(scores[:, 0], best_of)
-    return Candidates(tokens, values)
