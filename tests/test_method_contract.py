@@ -174,9 +174,12 @@ def test_every_method_has_a_row():
     assert set(ROWS) == {*METHODS, "one_layer", "narrow_cache"}
 
 
-# Runs of Auto are in test_auto_runs.py, those of AnyTree in test_any_tree.py; MagicDec's passes are
-# those of a likely tree.
-@by_default(*(name for name in ROWS if name not in ("auto", "any_tree", "magicdec")))
+# Runs of Auto are in test_auto_runs.py, of AnyTree in test_any_tree.py, on narrow caches in
+# test_narrow_cache.py; MagicDec's passes are those of a likely tree.
+ELSEWHERE = ("auto", "any_tree", "narrow_cache", "magicdec")
+
+
+@by_default(*(name for name in ROWS if name not in ELSEWHERE))
 def test_the_tokens_and_log_probabilities_are_those_of_plain_decoding(row, monkeypatch):
     """In chunks of all sizes; and as many drafts are right as were."""
     sizes = itertools.cycle([1, 3, 2])
