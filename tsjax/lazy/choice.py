@@ -75,7 +75,7 @@ def goes_on(lazy: LazySettings, stage: int, tokens):
     return xp.maximum(share, xp.minimum(lazy.at_least, tokens)) if lazy.at_least else share
 
 
-def lent_around(plan: LazyPlan, scores, among, state: DecodeState):
+def _lent_around(plan: LazyPlan, scores, among, state: DecodeState):
     """Scores [B, P] by which tokens are compared: each has lent its own to those around it, or to
     its block, as far as these are `among` those to choose from."""
     lazy, position = plan.lazy, jnp.arange(among.shape[1])
@@ -86,19 +86,23 @@ def lent_around(plan: LazyPlan, scores, among, state: DecodeState):
             jnp.where(takes_part, scores, 0), 0.0, lax.max, (1, lazy.pool), (1, 1), "SAME"
         )
     if lazy.block_tokens > 1:
-        scores = sums_of_blocks(jnp.where(takes_part, scores, 0), lazy.block_tokens)
+        (B, P), block = scores.shape, lazy.block_tokens  # the last of which may be shorter
+        blocks = jnp.pad(jnp.where(takes_part, scores, 0), ((0, 0), (0, -P % block)))
+        sums = jnp.sum(blocks.reshape(B, -1, block), axis=2)
+        scores = jnp.repeat(sums, block, axis=1)[:, :P]
     return scores
 
 
 def chosen_for(plan: LazyPlan, stage: int, scores, among, state: DecodeState, committed, recent):
-    """[B, P] bool: the prompt tokens that take part in a stage, by scores that are `lent_around`.
+    """[B, P] bool: the prompt tokens that take part in a stage; and the scores that they are
+    compared by.
 
     Of the prompts' tokens after the prefix, `goes_on` are chosen `among` some [B, P] that are
     also among the first `committed` [B]. Those beyond, of which the prompt's last token may be one,
     and those of the prefix take part anyway. The last `recent` (an int) are always chosen.
     """
     lazy, position, prompt_length = plan.lazy, jnp.arange(among.shape[1]), state.prompt_length
-    prefix = state.prompt.prefix
+    scores, prefix = _lent_around(plan, scores, among, state), state.prompt.prefix
     is_committed, is_new = position < committed[:, None], position >= prefix
     candidates = among & is_committed & is_new
     always = (position < lazy.sinks) | (position >= prompt_length[:, None] - recent)
@@ -106,14 +110,7 @@ def chosen_for(plan: LazyPlan, stage: int, scores, among, state: DecodeState, co
     count = goes_on(lazy, stage, prompt_length - prefix) - (prompt_length - committed)
     count = jnp.maximum(count, jnp.sum(always, axis=1, dtype=jnp.int32))
     best = best_tokens(jnp.where(always, jnp.inf, scores), candidates, count)
-    return best | ~is_committed | ~is_new
-
-
-def sums_of_blocks(scores, block: int):
-    """[B, P]: each token has the sum of its block of so many, the last of which may be shorter."""
-    B, P = scores.shape
-    blocks = jnp.pad(scores, ((0, 0), (0, -P % block))).reshape(B, -1, block)
-    return jnp.repeat(jnp.sum(blocks, axis=2), block, axis=1)[:, :P]
+    return best | ~is_committed | ~is_new, scores
 
 
 def best_tokens(scores, candidates, count):

@@ -25,7 +25,7 @@ from tsjax.decoding.verification import judge
 from tsjax.lazy.completing import complete_some, slots_by_position
 from tsjax.lazy.rereading import reread_made
 from tsjax.lazy.revival import (
-    is_reviving,
+    lacking_tokens,
     revive_where_due,
     run_root,
     something_comes_back,
@@ -185,7 +185,9 @@ class LazyPrefill(LazySettings):
 
     def is_reviving(self, model: ModelConfig, state: DecodeState) -> bool:
         """Whether a row that still runs lacks tokens that come back in the background."""
-        return is_reviving(self.plan(model), state)
+        if self.revive != "background":
+            return False
+        return bool(jnp.any(lacking_tokens(self.plan(model), state) & state.running[:, None]))
 
 
 class _BetweenChoices(LazyPrefill):

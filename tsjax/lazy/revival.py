@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from tsjax.decoding.state import DecodeState
-from tsjax.lazy.choice import best_tokens, chosen_for, lent_around, scores_of
+from tsjax.lazy.choice import best_tokens, chosen_for, scores_of
 from tsjax.lazy.stages import committed, compute, ranks_below, take_part, waiting
 from tsjax.lazy.state import UNSEEN, LazyPlan
 from tsjax.model.control_flow import run_at_most, run_if
@@ -40,13 +40,6 @@ def tokens_until_choice(plan: LazyPlan, state: DecodeState):
 def lacking_tokens(plan: LazyPlan, state: DecodeState):
     """[B, P] bool: committed prompt tokens that some stage lacks."""
     return (state.prompt.done < len(plan.stages)) & committed(state)
-
-
-def is_reviving(plan: LazyPlan, state: DecodeState) -> bool:
-    """Whether a row that still runs lacks tokens that come back in the background."""
-    if plan.lazy.revive != "background":
-        return False
-    return bool(jnp.any(lacking_tokens(plan, state) & state.running[:, None]))
 
 
 def something_comes_back(plan: LazyPlan, state: DecodeState):
@@ -108,8 +101,7 @@ def _bring_most_attended(
     lazy, n = plan.lazy, state.prompt_length
     scores = scores_of(plan, state.prompt, state.kv, stage - 1, rows)
     among = state.prompt.done >= stage
-    scores = lent_around(plan, scores, among, state)
-    chosen = chosen_for(plan, stage, scores, among, state, n, lazy.recent)
+    chosen, scores = chosen_for(plan, stage, scores, among, state, n, lazy.recent)
     lacking = chosen & (state.prompt.done == stage) & committed(state) & due[:, None]
     wanted = best_tokens(scores, lacking, jnp.full_like(n, lazy.revive_rows))
     return _bring(plan, weights, state, stage, wanted)
@@ -191,8 +183,7 @@ def _choose_and_revive(
         attending = rows._replace(attended=attended)
         scores = scores_of(plan, prompt, begun.kv, stage - 1, attending)
         among = prompt.chosen[stage - 1]
-        scores = lent_around(plan, scores, among, begun)
-        chosen = chosen_for(plan, stage, scores, among, begun, n, lazy.recent)
+        chosen, _ = chosen_for(plan, stage, scores, among, begun, n, lazy.recent)
         chosen = jnp.where(due[:, None], chosen, prompt.chosen[stage])
         begun = begun.replace(prompt=take_part(prompt, stage, chosen, n))
         # Results do not depend on how many are computed at once, as each sees lower ones only.

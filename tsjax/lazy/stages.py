@@ -14,7 +14,7 @@ import numpy as np
 
 from pallas_kernels import Ranks
 from tsjax.decoding.state import DecodeState
-from tsjax.lazy.choice import chosen_for, goes_on, lent_around, scores_of, scores_of_each_other
+from tsjax.lazy.choice import chosen_for, goes_on, scores_of, scores_of_each_other
 from tsjax.lazy.state import UNSEEN, LazyPlan, PromptState
 from tsjax.model.cache import KVCache, write_rows, zero_after
 from tsjax.model.params import Params
@@ -60,8 +60,7 @@ def choose_stage(plan: LazyPlan, params: Params, state: DecodeState, stage: int)
         prompt, n = state.prompt, state.prompt_length
         recent = max(lazy.recent, lazy.last_tokens)
         among = prompt.chosen[stage]
-        scores = lent_around(plan, scores, among, state)
-        chosen = chosen_for(plan, stage + 1, scores, among, state, n - 1, recent)
+        chosen, _ = chosen_for(plan, stage + 1, scores, among, state, n - 1, recent)
         prompt = prompt.replace(chosen=replaced(prompt.chosen, stage + 1, chosen))
         return state.replace(prompt=prompt.replace(last=rows.hidden))
 

@@ -44,24 +44,14 @@ Head = HeadWeights | ParallelHead
 def declare_heads(cfg: ModelConfig) -> tuple[Head, ...]:
     """As `declare_model`: a tree of ParamSpec, one entry per head."""
     D, V = cfg.embed_dim, cfg.vocab_size
-    if cfg.head_kind != CHAINED:
-        own = ParamSpec((V, D), ("vocab", "embed"), cfg.dtype, inputs=1)
-        return tuple(
-            ParallelHead(
-                block=ParamSpec((D, D), ("embed", "embed"), cfg.dtype, inputs=1),
-                block_bias=ParamSpec((D,), ("embed",), cfg.dtype, "zeros"),
-                unembed=own if cfg.head_kind == OWN_VOCABULARY else None,
-            )
-            for _ in range(cfg.num_draft_heads)
-        )
-    return tuple(
-        HeadWeights(
-            linear=ParamSpec((D, D), ("embed", "embed"), cfg.dtype, inputs=1),
-            norm_in=ParamSpec((D,), ("embed",), cfg.dtype, "ones"),
-            norm_out=ParamSpec((D,), ("embed",), cfg.dtype, "ones"),
-        )
-        for _ in range(cfg.num_draft_heads)
-    )
+    matrix = ParamSpec((D, D), ("embed", "embed"), cfg.dtype, inputs=1)
+    norm, bias = (ParamSpec((D,), ("embed",), cfg.dtype, init) for init in ("ones", "zeros"))
+    own = ParamSpec((V, D), ("vocab", "embed"), cfg.dtype, inputs=1)
+    if cfg.head_kind == CHAINED:
+        head = HeadWeights(linear=matrix, norm_in=norm, norm_out=norm)
+    else:
+        head = ParallelHead(matrix, bias, own if cfg.head_kind == OWN_VOCABULARY else None)
+    return (head,) * cfg.num_draft_heads
 
 
 def run_heads(
