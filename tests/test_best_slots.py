@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from kernel_cases import place
 
 from pallas_kernels import best_slots, native
 from pallas_kernels.best_slots import reference, xla
@@ -83,9 +83,7 @@ def test_on_a_mesh_and_mapped(name, rng):
     scores = rng.standard_normal((2, 4, 300)).astype(np.float32)
     length = np.asarray([300, 120], np.int32)
     find = jax.jit(functools.partial(best_slots, count=20, first=2, implementation=name))
-    mesh = Mesh(np.asarray(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
-    split = jax.device_put(scores, NamedSharding(mesh, PartitionSpec("data", "model")))
-    check(find(split, length), scores, length, 20, 2)
+    check(find(place(scores, "data", "model"), length), scores, length, 20, 2)
     mapped = jax.vmap(find)(scores[:, None], length[:, None])
     check(mapped[:, 0], scores, length, 20, 2)
 

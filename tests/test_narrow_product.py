@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights of four and eight bits and their products, against one number at a time in NumPy."""
+"""Weights of four and eight bits and their products, against NumPy."""
 
 import functools
 import subprocess
@@ -42,11 +42,9 @@ def make_matrix(rng, name, outputs, inputs):
     if not format.with_least:
         least = least_steps = None
         of_least = np.zeros_like(of_least)
-    wanted, sizes = np.empty((2, outputs, inputs), np.float32)
-    for o, i in np.ndindex(wanted.shape):
-        product = of_scale[o, i // format.group] * np.float32(int(q[o, i]) - format.zero)
-        wanted[o, i] = product + of_least[o, i // format.group]
-        sizes[o, i] = abs(product) + abs(of_least[o, i // format.group])
+    scale, low = (np.repeat(one, format.group, 1)[:, :inputs] for one in (of_scale, of_least))
+    products = scale * (q.astype(np.float32) - format.zero)
+    wanted, sizes = products + low, np.abs(products) + np.abs(low)
     sizes_of = (outputs,), (inputs,)
     matrix = matrices.packed(format, *sizes_of, q, scales, steps, least, least_steps)
     return matrix, wanted, sizes
