@@ -157,7 +157,7 @@ def test_greedy_takes_the_first_of_the_best_and_ignores_the_warpers():
 
 
 # chi-square quantiles at 0.999, by degrees of freedom
-CRITICAL = {3: 16.266, 4: 18.467, 5: 20.515, 7: 24.322, 63: 103.442}
+CRITICAL = {4: 18.467, 63: 103.442}
 LOGITS = np.asarray([0.1, 1.3, -0.7, 0.9, 2.0, -2.0, 0.0, 0.6])
 
 
@@ -180,18 +180,11 @@ def chi_square(counts, probs):
     return (((counts - expected) ** 2)[possible] / expected[possible]).sum(), possible.sum() - 1
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"temperature": 1.7, "top_k": 6},
-        {"repetition_penalty": 1.8, "repetition_window": 50_000},
-        {"min_p": 0.2, "temperature": 1.5, "suppress_tokens": (1,)},
-    ],
-    ids=str,
-)
-def test_samples_follow_the_warped_logits(settings):
-    config = make_config(**settings)
+def test_samples_follow_the_warped_logits():
+    config = make_config(
+        temperature=1.7, top_k=6, min_p=0.4, suppress_tokens=(1,), repetition_penalty=1.8,
+        repetition_window=50_000,
+    )  # fmt: skip
     processed = define_process(LOGITS, [4] * 100, 100, config)
     probs = softmax(define_warp(processed, config)[0])
     counts = np.bincount(draw_samples(config), minlength=8)

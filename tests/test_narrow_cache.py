@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import PROMPTS, SIZES, fresh_state, looping_model, prefilled, tiny_config, tiny_model
+from kernel_cases import define_both, make_inputs, with_wide_caches
 from kernel_programs import kernel_names, lower_for_cuda
 
 import tsjax
@@ -129,34 +130,12 @@ KINDS = ("xla", pytest.param("native", marks=NATIVE))
 
 
 def attention_case(dtype: str, *, S: int, T: int, G: int = 3, H: int = 16):
-    B, K = 2, 2
-    rng = np.random.default_rng(0)
-
-    def normal(*shape):
-        return jnp.asarray(rng.normal(size=shape), jnp.float32).astype(dtype)
-
-    k, v = (narrowed(normal(B, K, S, H)) for _ in "kv")
-    fresh = [widened(narrowed(normal(B, T, K, H)), dtype) for _ in "kv"]
-    mask = np.tril(rng.random((T, T)) < 0.6) | np.eye(T, dtype=bool)
-    length = jnp.asarray([S - 3, S // 2 + 1], jnp.int32)
-    return normal(B, T, K * G, H), k, v, length, *fresh, jnp.asarray(mask)
-
-
-def attention_in_numpy(q, k, v, length, k_new, v_new, mask):
-    q, k_new, v_new = (np.asarray(x, np.float64) for x in (q, k_new, v_new))
-    k, v = (np.asarray(x.numbers, np.float64) * 2.0 ** np.asarray(x.exponents) for x in (k, v))
-    B, T, N, H = q.shape
-    G, out = N // k.shape[1], np.zeros_like(q)
-    for b in range(B):
-        for t in range(T):
-            for n in range(N):
-                cached = k[b, n // G, : int(length[b])], v[b, n // G, : int(length[b])]
-                seen = np.asarray(mask)[t]
-                keys = np.concatenate([cached[0], k_new[b, seen, n // G]])
-                values = np.concatenate([cached[1], v_new[b, seen, n // G]])
-                weights = np.exp(keys @ q[b, t, n] * H**-0.5)
-                out[b, t, n] = weights @ values / weights.sum()
-    return out
+    q, k, v, length, *fresh, mask = make_inputs(
+        np.random.default_rng(0), B=2, S=S, T=T, K=2, G=G, H=H, length=[S - 3, S // 2 + 1],
+        dtype=dtype,
+    )  # fmt: skip
+    fresh = (widened(narrowed(rows), dtype) for rows in fresh)
+    return q, narrowed(k), narrowed(v), jnp.asarray(length), *fresh, jnp.asarray(mask)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -167,7 +146,7 @@ def test_attention_reads_narrow_rows(kind, dtype, S, T):
     read = functools.partial(tree_attention, implementation=kind, with_log_totals=True)
     found, logs = jax.jit(read)(q, k, v, *others)
     tolerance = 2e-6 if dtype == "float32" else 2e-2
-    wanted = attention_in_numpy(q, k, v, *others)
+    wanted, _ = define_both(*with_wide_caches((q, k, v, *others), "float64"))
     np.testing.assert_allclose(np.asarray(found, np.float64), wanted, atol=tolerance)
     # And to the bit as the same numbers in a wide cache.
     same, same_logs = jax.jit(read)(q, widened(k, dtype), widened(v, dtype), *others)
@@ -281,11 +260,22 @@ def test_powers_of_keys_are_those_of_pairs():
 
 
 # TokenSwift's with n-grams is a row in test_method_contract.py.
-@pytest.mark.parametrize("method", ["likely_tree", "magicdec"])
-def test_methods_give_the_tokens_of_plain_decoding(method):
-    found = tsjax.generate(narrow_model(), PROMPTS, method=METHODS[method], **SETTINGS, **SIZES)
-    assert texts(found) == plain()
-    assert found.stats.accepted > 0
+@pytest.mark.parametrize(
+    ("method", "rows", "mesh"),
+    [
+        ("likely_tree", 3, ()), ("magicdec", 3, ()), ("magicdec", 1, ()),
+        ("magicdec", 3, (1, 2, 2)),
+        pytest.param("likely_tree", 1, (), marks=pytest.mark.wide),
+        pytest.param("tokenswift", 3, (1, 2), marks=pytest.mark.wide),
+        pytest.param("tokenswift", 3, (1, 2, 2), marks=pytest.mark.wide),
+    ],
+)  # fmt: skip
+def test_the_tokens_are_those_of_plain_decoding(method, rows, mesh):
+    """By any method, of a text alone, and on a mesh."""
+    placed = jax.make_mesh(mesh, ("data", "model", "slots")[: len(mesh)]) if mesh else None
+    model, settings = narrow_model(mesh=placed), SETTINGS | SIZES
+    found = tsjax.generate(model, PROMPTS[:rows], method=METHODS[method], **settings)
+    assert texts(found) == plain()[:rows] and found.stats.accepted > 0
 
 
 def test_where_rounding_changes_the_text_it_does_so_for_all_methods():
@@ -296,33 +286,16 @@ def test_where_rounding_changes_the_text_it_does_so_for_all_methods():
         return texts(tsjax.generate(model, PROMPTS, method=method, **settings, **SIZES))
 
     assert text("int8") != text("same")
-    assert text("int8", METHODS["likely_tree"]) == text("int8")
+    assert text("int8", METHODS["magicdec"]) == text("int8")
 
 
-def test_a_text_alone_has_the_tokens_that_it_has_in_a_batch():
-    alone = tsjax.generate(
-        narrow_model(), PROMPTS[0], method=METHODS["likely_tree"], **SETTINGS, **SIZES
-    )
-    assert texts(alone) == plain()[:1]
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.wide), "bfloat16"])
 def test_with_the_cpu_kernels_narrow_types_have_their_tokens_too(dtype):
     """There a row has the same bits in any pass, so it is rounded to the same numbers."""
     model, settings = narrow_model(dtype=dtype), {**SETTINGS, "max_new_tokens": 24}
     plainly = tsjax.generate(model, PROMPTS, **settings, **SIZES)
-    for name in ("tokenswift", "likely_tree"):
-        drafted = tsjax.generate(model, PROMPTS, method=METHODS[name], **settings, **SIZES)
-        assert texts(drafted) == texts(plainly)
-
-
-@pytest.mark.parametrize("sizes", [(1, 2), (1, 2, 2)])
-def test_a_mesh_gives_the_same_tokens(sizes):
-    axes = ("data", "model", "slots")[: len(sizes)]
-    mesh = jax.make_mesh(sizes, axes)
-    model = narrow_model(mesh=mesh)
-    found = tsjax.generate(model, PROMPTS, method=METHODS["tokenswift"], **SETTINGS, **SIZES)
-    assert texts(found) == plain()
+    drafted = tsjax.generate(model, PROMPTS, method=METHODS["likely_tree"], **settings, **SIZES)
+    assert texts(drafted) == texts(plainly)
 
 
 def test_a_saved_run_goes_on_with_the_same_cache_only(tmp_path):
@@ -360,7 +333,7 @@ def test_a_lazily_read_prompt_goes_on_as_plainly():
     lazy = tsjax.LazyPrefill(keep={1: 0.5})
     both = [
         texts(tsjax.generate(model, prompt, method=method, prefill=lazy, **SETTINGS))
-        for method in (tsjax.methods.Autoregressive(), METHODS["tokenswift"])
+        for method in (tsjax.methods.Autoregressive(), METHODS["magicdec"])
     ]
     assert both[0] == both[1]
 
