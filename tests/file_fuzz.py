@@ -36,7 +36,7 @@ from tsjax.files.tokenizer import Detokenizer, encode, load_tokenizer
 from tsjax.host import resuming
 from tsjax.training import corpus
 from tsjax.training import saved as saved_training
-from tsjax.training.steps import restored
+from tsjax.training.fit import restored
 
 # What a damaged file may end in.
 OURS = (BadValue, NotSupported, NoSuchFile)

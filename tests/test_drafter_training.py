@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -71,13 +72,13 @@ def test_each_token_comes_once_in_a_pass(lengths, count):
         np.testing.assert_array_equal(np.diff(step.text, axis=1) == 0, follows)
 
 
-@pytest.mark.parametrize("first", [1, 31, 32, 33, 70])
-def test_a_stream_goes_on_where_it_was(first):
+def test_a_stream_goes_on_where_it_was():
     lengths = [50, 300, 900, 1500, 20]
-    wanted = itertools.islice(stream_of(lengths).rows(2), first, first + 3)
-    found = itertools.islice(stream_of(lengths, cached=True).rows(2, first), 3)
-    for one, other in zip(found, wanted, strict=True):
-        jax.tree.map(np.testing.assert_array_equal, one, other)
+    whole = [*itertools.islice(stream_of(lengths).rows(2), 73)]
+    for first in (1, 31, 32, 33, 70):
+        found = itertools.islice(stream_of(lengths, cached=True).rows(2, first), 3)
+        for one, other in zip(found, whole[first:], strict=False):
+            jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
 # --- the first weights and the loss --------------------------------------------------------------
@@ -117,7 +118,7 @@ def test_the_first_weights_are_those_of_least_squares():
     for pieces in several:
         taps, last = normed(pieces.taps), normed(pieces.last)
         words = normed(embed[np.asarray(pieces.tokens)])
-        for n, p in itertools.product(range(2), range(58)):
+        for n, p in itertools.product(range(2), range(59)):
             text = np.asarray(pieces.text)[n]
             if not np.asarray(pieces.own)[n, p + 1]:
                 continue
@@ -125,13 +126,8 @@ def test_the_first_weights_are_those_of_least_squares():
             if text[p] == text[p + 1]:
                 features.append(row)
                 wanted.append(last[n, p + 1])
-            if text[p] == text[p + 2]:
+            if p < 58 and text[p] == text[p + 2]:  # the last but one has one token after it
                 later.append((row, words[n, p + 2], last[n, p + 2]))
-        # The last place but one has a token after it too, but none after that.
-        for n in range(2):
-            row = np.concatenate([taps[n, 58].ravel(), words[n, 59]])
-            features.append(row)
-            wanted.append(last[n, 59])
 
     def solved(X, Y):
         X, Y = np.stack(X), np.stack(Y)
@@ -169,22 +165,24 @@ def test_the_gradient_is_that_of_the_loss(variation):
         chosen = DrafterTraining(depth=3, every=4, variation=variation, temperature=0.8)
         starts = jnp.arange(1, 32, 4, dtype=jnp.int32)
 
-        def loss(drafter):
-            return drafter_loss.objective(
-                drafter, model.params.model, pieces, starts, settings=chosen, cfg=model.cfg
-            )[0]
-
         drafter = model.params.drafter
         frozen = {"unembed": drafter.unembed, "words": drafter.words}
         trained = drafter.replace(unembed=None, words=None)
-        gradient = jax.grad(lambda some: loss(some.replace(**frozen)))(trained)
+
+        how = dict(settings=chosen, cfg=model.cfg)
+
+        def loss(some):
+            whole = some.replace(**frozen)
+            return drafter_loss.objective(whole, model.params.model, pieces, starts, **how)[0]
+
+        both = jax.jit(jax.value_and_grad(loss))
+        gradient = both(trained)[1]
         rng = np.random.default_rng(3)
         for _ in range(4):
             way = jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape)), trained)
 
             def at(by, way=way):
-                some = jax.tree.map(lambda x, d: x + by * d, trained, way)
-                return float(loss(some.replace(**frozen)))
+                return both(jax.tree.map(lambda x, d: x + by * d, trained, way))[0]
 
             moved = (at(1e-6) - at(-1e-6)) / 2e-6
             along = sum(map(jnp.vdot, jax.tree.leaves(gradient), jax.tree.leaves(way)))
@@ -197,6 +195,7 @@ def test_what_counts_in_the_loss_stays_within_a_text():
     pieces, chosen = random_pieces(model), DrafterTraining(depth=3, every=4)
     starts = jnp.arange(0, 32, 4, dtype=jnp.int32)
 
+    @jax.jit
     def measured(pieces):
         return drafter_loss.agreement(
             model.params.drafter, model.params.model, pieces, starts, settings=chosen,
@@ -207,9 +206,8 @@ def test_what_counts_in_the_loss_stays_within_a_text():
     other = random_pieces(model, seed=9)
     changed = jax.tree.map(lambda x, y: x.at[1, 13:].set(y[1, 13:]), only_first, other)
     changed = changed.replace(text=pieces.text, own=only_first.own)
-    for one, two in zip(jax.tree.leaves(measured(only_first)), jax.tree.leaves(measured(changed)),
-                        strict=True):  # fmt: skip
-        np.testing.assert_allclose(one, two, rtol=1e-6)
+    same = functools.partial(np.testing.assert_allclose, rtol=1e-6)
+    jax.tree.map(same, measured(only_first), measured(changed))
     counted = measured(pieces).counted.tolist()
     text, own = np.asarray(pieces.text), np.asarray(pieces.own)
     for row, found in enumerate(counted):
@@ -336,16 +334,13 @@ def test_a_run_leaves_a_drafter_that_loads(trained):
 def test_a_run_that_was_ended_goes_on_with_the_same_numbers(trained, embedded, tmp_path):
     folder, found = trained
 
-    class Killed(Exception):
-        pass
-
     def die(record):
         if record["step"] == 3:
-            raise Killed
+            raise InterruptedError
 
     more = {**FEW, "save_every": 1, "evaluate_every": 3}
     shutil.copytree(folder / "text", tmp_path / "run" / "text")
-    with pytest.raises(Killed):
+    with pytest.raises(InterruptedError):
         tsjax.training.train_drafter(embedded, save_to=tmp_path / "run", on_step=die, **more)
     with pytest.raises(AlreadyThere, match="pass resume=True"):
         tsjax.training.train_drafter(embedded, save_to=tmp_path / "run", **more)
@@ -357,9 +352,8 @@ def test_a_run_that_was_ended_goes_on_with_the_same_numbers(trained, embedded, t
     resumed = tsjax.training.train_drafter(embedded, save_to=tmp_path / "run", resume=True, **more)
     for one, other in zip(resumed.history, found.history, strict=True):
         assert one["losses"] == other["losses"] and one["overlap"] == other["overlap"]
-    jax.tree.map(
-        np.testing.assert_array_equal, resumed.model.params.drafter, found.model.params.drafter
-    )
+    drafters = resumed.model.params.drafter, found.model.params.drafter
+    jax.tree.map(np.testing.assert_array_equal, *drafters)
 
 
 @pytest.mark.parametrize(

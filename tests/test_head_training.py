@@ -9,7 +9,6 @@ import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import tsjax
@@ -244,7 +243,6 @@ def test_default_settings_are_the_papers():
     assert [float(rates(step)) for step in (0, 25, 50, 125, 200)] == pytest.approx(
         [0, 2.5e-3, 5e-3, 2.5e-3, 0], abs=1e-8
     )
-    assert isinstance(optimiser(paper), optax.GradientTransformation)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -20,6 +19,7 @@ import safetensors.numpy
 from test_head_training import oracle
 
 import tsjax
+from tsjax.training import run
 from tsjax.training import saved as saved_training
 from tsjax.training.corpus import Order
 from tsjax.training.loss import init_heads
@@ -52,14 +52,27 @@ def numbers(history):
     return [{k: v for k, v in record.items() if k != "seconds"} for record in history]
 
 
-def arrays(trained):
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(trained.model.params.heads)]
-
-
 def assert_same_run(trained, other):
     assert numbers(trained.history) == numbers(other.history)
-    for a, b in zip(arrays(trained), arrays(other), strict=True):
-        np.testing.assert_array_equal(a, b)
+    heads = trained.model.params.heads, other.model.params.heads
+    jax.tree.map(np.testing.assert_array_equal, *heads)
+
+
+def send_at_3(*numbers):
+    """What sends signals after the third step."""
+
+    def send(record):
+        for number in numbers if record["step"] == 3 else ():
+            os.kill(os.getpid(), number)
+
+    return send
+
+
+def stopped(model, folder):
+    """A run that Ctrl-C ends after the third step."""
+    how = dict(on_step=send_at_3(signal.SIGINT), on_interrupt="return")
+    trained = train(model, save_to=folder, **how)
+    assert trained.finish_reason == "interrupted" and len(trained.history) == 3
 
 
 def read_metrics(folder):
@@ -80,10 +93,7 @@ def test_two_heads_learn_a_text_that_repeats_itself():
         learning_rate=0.05,
     )  # fmt: skip
     trained = tsjax.training.train_heads(model, text, settings=settings, held_out=0.1)
-    for a, b in zip(
-        jax.tree.leaves(trained.model.params.model), jax.tree.leaves(sharp), strict=True
-    ):
-        np.testing.assert_array_equal(a, b)  # the model stays as it is
+    jax.tree.map(np.testing.assert_array_equal, trained.model.params.model, sharp)  # stays as it is
     assert trained.finish_reason == "steps" and not trained.unsaved
     assert trained.history[0]["loss"] > 3
     assert max(trained.history[-1]["head_losses"]) < 0.01
@@ -135,9 +145,53 @@ def test_on_a_mesh(model):
     assert trained.model.params.heads[0].linear.sharding.mesh.shape == {"data": 2, "model": 2}
 
 
-# --- what is kept ----------------------------------------------------------------------------
+# --- how many steps --------------------------------------------------------------------------
 
-NO_PROCESS = 2**31 - 1  # above every limit of Linux
+
+@pytest.mark.parametrize(
+    ("sequences", "parts", "changes", "wanted"),
+    [
+        (1, 1, {}, (50, 12, 1, 1)),
+        (10, 1, {}, (56, 14, 9, 3)),
+        (130, 1, {}, (55, 13, 120, 3)),
+        (480, 1, {}, (200, 50, 120, 3)),
+        (10**6, 4, {"head_kind": "parallel"}, (200, 40, 120, 3)),
+        (10, 4, {}, (63, 15, 8, 2)),
+        (10, 1, {"micro_batch": 4}, (63, 15, 8, 4)),
+        (10, 1, {"batch_size": 120}, (5, 1, 120, 3)),
+        (10, 1, {"warmup_steps": 60}, (61, 60, 9, 3)),
+    ],
+)
+def test_little_data_has_fewer_steps_of_fewer_sequences(sequences, parts, changes, wanted):
+    """At most MOST_PASSES over it. `wanted`: steps, warm-up, sequences of a step and of a pass."""
+    found = run._fitted_to(sequences, parts, run.head_settings(None, changes), changes)
+    assert found == dict(zip(run.SIZED_BY_DATA, wanted, strict=True))
+    steps = tsjax.training.HeadTraining.__doc__.partition("steps:")[2]
+    assert f"after {run.MOST_PASSES} passes" in steps.partition("batch_size:")[0]
+
+
+def test_steps_that_nobody_gives_follow_the_data_or_the_run_that_goes_on(
+    model, tmp_path, monkeypatch
+):
+    short = dict(num_heads=2, sequence_length=LENGTH, chunk_tokens=12)
+
+    def of_run(**options):
+        how = dict(on_step=send_at_3(signal.SIGINT), on_interrupt="return", **short)
+        return tsjax.training.train_heads(model, DATA, **how, **options).settings
+
+    # What an older tsjax has begun without a number of steps.
+    given = tsjax.training.HeadTraining(**short, micro_batch=120)
+    old = of_run(settings=given, save_to=tmp_path)
+    assert old == given  # a whole recipe is taken as it is
+    monkeypatch.setattr(run._Run, "step", lambda self, interrupt: None)
+    again = of_run(save_to=tmp_path, resume=True)
+    assert again == old and again.steps == 200
+    told = of_run()
+    assert [getattr(told, name) for name in run.SIZED_BY_DATA] == [56, 14, 9, 3]
+    assert of_run(steps=8, warmup_steps=1).batch_size == 120
+
+
+# --- what is kept ----------------------------------------------------------------------------
 
 
 def test_a_run_that_failed_and_was_resumed_is_the_run_that_did_not(model, whole, tmp_path):
@@ -146,7 +200,8 @@ def test_a_run_that_failed_and_was_resumed_is_the_run_that_did_not(model, whole,
             raise RuntimeError("the machine caught fire")
 
     (tmp_path / "checkpoint" / ".writing-1").mkdir(parents=True)  # what a killed writer left
-    (tmp_path / f"loss.png.writing-{NO_PROCESS}").write_text("half of it")
+    no_process = 2**31 - 1  # above every limit of Linux
+    (tmp_path / f"loss.png.writing-{no_process}").write_text("half of it")
     with pytest.raises(RuntimeError, match="fire"):
         train(model, save_to=tmp_path, save_every=2, on_step=fail)
     assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2, 3, 4, 5]
@@ -161,41 +216,20 @@ def test_a_run_that_failed_and_was_resumed_is_the_run_that_did_not(model, whole,
     assert set(os.listdir(tmp_path)) <= saved_training.FILES_OF_HEADS
 
 
-def in_a_process(code: str, *arguments: str) -> subprocess.CompletedProcess:
-    """Runs code that may import the tests, with as many devices as they have."""
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
-    flags = os.environ.get("XLA_FLAGS", "")
-    env["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=4"
-    command = [sys.executable, "-c", code, *arguments]
-    return subprocess.run(command, env=env, capture_output=True, text=True)
-
-
 @pytest.mark.parametrize(
     ("numbers_sent", "raises"),
-    [
-        ([signal.SIGINT], None),
-        ([signal.SIGTERM], tsjax.Interrupted),
-        ([signal.SIGINT, signal.SIGINT], KeyboardInterrupt),
-    ],
+    [([signal.SIGTERM], tsjax.Interrupted), ([signal.SIGINT] * 2, KeyboardInterrupt)],
 )
 def test_a_signal_ends_the_run_with_what_there_is(numbers_sent, raises, model, whole, tmp_path):
-    before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
-
-    def send(record):
-        for number in numbers_sent if record["step"] == 3 else ():
-            os.kill(os.getpid(), number)
-
-    if raises is None:
-        trained = train(model, save_to=tmp_path, on_step=send, on_interrupt="return")
-    else:
-        with pytest.raises(raises) as raised:
-            train(model, save_to=tmp_path, on_step=send)
-        assert isinstance(raised.value, (SystemExit, KeyboardInterrupt))
-        trained = getattr(raised.value, "result", None)
-    if len(numbers_sent) == 1:
+    handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
+    with pytest.raises(raises) as raised:
+        train(model, save_to=tmp_path, on_step=send_at_3(*numbers_sent))
+    assert isinstance(raised.value, (SystemExit, KeyboardInterrupt))
+    if raises is tsjax.Interrupted:
+        trained = raised.value.result
         assert trained.finish_reason == "interrupted" and trained.evaluation == []
         assert numbers(trained.history) == numbers(whole.history)[:3]
-    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == before
+    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == handlers
     assert_same_run(train(model, save_to=tmp_path, resume=True), whole)
 
 
@@ -216,11 +250,7 @@ def full_disk(monkeypatch):
 
 
 def test_a_full_disk_leaves_the_last_good_checkpoint(model, whole, tmp_path, monkeypatch):
-    def stop(record):
-        if record["step"] == 3:
-            signal.raise_signal(signal.SIGINT)
-
-    train(model, save_to=tmp_path, on_step=stop, on_interrupt="return")
+    stopped(model, tmp_path)
     message = "checkpoint in .* not written: .* could not be written: No space left on device$"
     with full_disk(monkeypatch), pytest.warns(UserWarning, match=message):
         trained = train(model, save_to=tmp_path, save_every=2, resume=True)
@@ -263,9 +293,7 @@ def test_the_adapter_is_read_by_tsjax_and_has_tokenswifts_names(tmp_path):
 
     for place in (tmp_path / "run", adapter):
         loaded = tsjax.load(base, heads=place)
-        for a, b in zip(jax.tree.leaves(loaded.params), jax.tree.leaves(trained.model.params),
-                        strict=True):  # fmt: skip
-            np.testing.assert_array_equal(a, b)
+        jax.tree.map(np.testing.assert_array_equal, loaded.params, trained.model.params)
 
 
 # --- bad input -------------------------------------------------------------------------------
@@ -299,22 +327,16 @@ def test_resuming_something_else_is_refused_and_changes_nothing(model, tmp_path)
     assert after == before
 
 
-LATER = ("head_kind", "loss_decay")  # settings that older runs do not have
-
-
 def test_an_older_run_goes_on_and_is_compared_by_its_own_rule(model, whole, tmp_path):
     """What version 0.1.0 wrote for tiny_model(): orbax's folder, matrices inputs first."""
     from orbax.checkpoint import v1 as ocp
 
-    def stop(record):
-        if record["step"] == 3:
-            signal.raise_signal(signal.SIGINT)
-
-    train(model, save_to=tmp_path, on_step=stop, on_interrupt="return")
+    stopped(model, tmp_path)
     (file,) = tmp_path.rglob("run.json")
     document = json.loads(file.read_text())
     older = document | {"format": 1, "model": "c40436f888f9755a"}
-    older["settings"] = {k: v for k, v in document["settings"].items() if k not in LATER}
+    later = ("head_kind", "loss_decay")  # settings that older runs do not have
+    older["settings"] = {k: v for k, v in document["settings"].items() if k not in later}
     file.write_text(json.dumps(older))
     arrays = safetensors.numpy.load_file(file.parent / "arrays.safetensors")
     (file.parent / "arrays.safetensors").unlink()

@@ -23,7 +23,9 @@ class HeadTraining:
     Attributes:
       num_heads: heads to train; head i guesses the token i + 1 further.
       sequence_length: tokens of each sequence.
-      steps: steps of the optimiser.
+      steps: steps of the optimiser. Where nobody says how many, nor gives `settings` (a --preset),
+        they end after 50 passes over the data: few sequences make fewer steps, of fewer sequences,
+        with a shorter warm-up.
       batch_size: sequences per step.
       micro_batch: sequences per pass, on each part of the mesh's data axis.
       learning_rate: the highest, after the warm-up.

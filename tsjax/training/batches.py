@@ -86,21 +86,17 @@ class Stream:
         """So many rows at a time, from the `first` time on."""
         tokens = count * ROW_TOKENS
         index, skipped = 0, first * tokens
-        while skipped >= (size := self._sizes[self._number(index)]):
+        while skipped >= (size := self._sizes[self._order.number(index)]):
             skipped, index = skipped - size, index + 1
         parts: list[StreamRows] = []
         while True:
             while sum(len(part.tokens) for part in parts) < skipped + tokens:
-                parts.append(self._group(self._number(index)))
+                parts.append(self._group(self._order.number(index)))
                 index += 1
             joined = StreamRows(*map(np.concatenate, zip(*parts, strict=True)))
             some = StreamRows(*(x[skipped : skipped + tokens] for x in joined))
             parts, skipped = [StreamRows(*(x[skipped + tokens :] for x in joined))], 0
             yield StreamRows(*(x.reshape(count, ROW_TOKENS, *x.shape[1:]) for x in some))
-
-    def _number(self, index: int) -> int:
-        (number,) = self._order.numbers(index, 1)
-        return number
 
     def _group(self, number: int) -> StreamRows:
         """A batch of texts as one row of tokens."""

@@ -111,9 +111,9 @@ class Order:
 
     def numbers(self, first: int, count: int) -> list[int]:
         """The numbers of the sequences first .. first + count, counted from the start of a run."""
-        return [self._number(place) for place in range(first, first + count)]
+        return [self.number(place) for place in range(first, first + count)]
 
-    def _number(self, place: int) -> int:
+    def number(self, place: int) -> int:
         epoch, place = divmod(place, self.total)
         if epoch != self._epoch:
             generator = np.random.default_rng([self.seed, epoch])

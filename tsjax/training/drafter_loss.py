@@ -85,11 +85,11 @@ def unrolled(
     assert cfg.drafter is not None
     places = jnp.arange(pieces.tokens.shape[1], dtype=jnp.int32)
     states, embedded, found = fused(weights, pieces.taps, cfg=cfg), embed[pieces.tokens], []
-    rows = _Rows(pieces.text, places, cfg.drafter.window, [], [])
+    rows = _Rows(pieces.text, places, cfg.drafter.window)
     for row in range(depth):
         if row == 1:
             states, places = states[:, starts], starts
-            rows = rows.from_starts(starts)
+            rows.places = starts
         if row:
             states = carried(weights, states, cfg=cfg)
         following = ahead(embedded, row + 1)[:, places]
@@ -103,13 +103,9 @@ class _Rows:
     """Keys and values of the rows so far: the first ones of all positions, and those that drafters
     add which start at `places`."""
 
-    def __init__(self, text: Int[Array, "N P"], places: Int[Array, "A"], window: int, keys: list,
-                 values: list):  # fmt: skip
-        self._text, self._places, self._window = text, places, window
-        self._keys, self._values = keys, values
-
-    def from_starts(self, starts: Int[Array, "A"]) -> _Rows:
-        return _Rows(self._text, starts, self._window, self._keys, self._values)
+    def __init__(self, text: Int[Array, "N P"], places: Int[Array, "A"], window: int):
+        self.places, self._text, self._window = places, text, window
+        self._keys, self._values = [], []
 
     def attend(self, q, k, v):
         """Attention to the first rows of all positions up to a drafter's start, and to its own rows
@@ -119,9 +115,9 @@ class _Rows:
         N, A, heads, H = q.shape
         K, P, wide = k.shape[2], self._keys[0].shape[1], accumulation_dtype(q.dtype)
         grouped = q.reshape(N, A, K, heads // K, H)
-        behind = self._places[:, None] - jnp.arange(P, dtype=jnp.int32)[None]
+        behind = self.places[:, None] - jnp.arange(P, dtype=jnp.int32)[None]
         seen = ((behind >= 0) & (behind < self._window))[None]
-        seen &= self._text[:, self._places, None] == self._text[:, None]
+        seen &= self._text[:, self.places, None] == self._text[:, None]
         of_all = jnp.einsum(
             "nakgh,nskh->nkgas", grouped, self._keys[0], preferred_element_type=wide
         )
@@ -276,6 +272,7 @@ def _drawn(weights, model: ModelWeights, last, temperature: float, cfg: ModelCon
 FITTED, OF_FITTED = ("fuse", "token", "carry"), 0.1
 
 
+@functools.partial(jax.jit, static_argnames="settings", donate_argnames=("weights", "moments"))
 def adam_step(weights, moments, gradient, rate, *, settings: DrafterTraining):
     """One step of Adam at that rate: weights, moments, and the norm of the gradient."""
     import optax

@@ -8,24 +8,26 @@ interrupts. Does not know what a step does (drafter_steps.py) or how text is wri
 from __future__ import annotations
 
 import dataclasses
+import functools
+import json
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tsjax.base.checks import check, check_float, check_int, check_type, refuse_unknown
+from tsjax.base.checks import check, check_float, check_int, check_type
 from tsjax.base.generation_config import GenerationConfig
 from tsjax.base.model_config import OneLayer
 from tsjax.base.training_config import DrafterTraining
+from tsjax.files.adapters import write_drafter_of
 from tsjax.files.checkpoint import Model
 from tsjax.files.fingerprint import model_fingerprint
-from tsjax.host import processes
-from tsjax.host.interrupt import Interrupt, check_on_interrupt
+from tsjax.host.interrupt import Interrupt
 from tsjax.training import saved
 from tsjax.training.batches import fingerprint_of
 from tsjax.training.drafter_steps import DrafterSteps, Elapsed, shape_for
-from tsjax.training.own_text import OwnText, read_asked, read_own_text, write_own_text
+from tsjax.training.fit import check_call, fit
+from tsjax.training.own_text import read_asked, read_own_text, write_own_text
 from tsjax.training.saved import Record
-from tsjax.training.steps import restored, take_steps
 from tsjax.training.tapped_texts import check_rows
 
 DRAFTER_SETTINGS = tuple(field.name for field in dataclasses.fields(DrafterTraining))
@@ -104,9 +106,7 @@ def train_drafter(
       on_step: called with the record of every step.
       on_interrupt: as of `train_heads`.
     """
-    check_on_interrupt(on_interrupt)
-    check_type(model, Model, "model", "what tsjax.load returns")
-    processes.check_shared(model.params)
+    check_call(model, on_interrupt, changes, DRAFTER_SETTINGS)
     sampling = sampling or GenerationConfig(do_sample=True, temperature=0.7)
     check_type(sampling, GenerationConfig, "sampling", "a tsjax.GenerationConfig")
     settings = _settings(settings, changes, sampling, minutes)
@@ -128,30 +128,24 @@ def train_drafter(
     check(len(texts) > 1, "data", data, "a folder with at least two texts of the model's own")
     shape = shape or shape_for(model.cfg)
     identity = {"model": model_fingerprint(model), "data": fingerprint_of(texts)}
-    identity |= {"settings": {**dataclasses.asdict(settings), "shape": _plain(shape)}}
-    interrupt = Interrupt()
-    saving = saved.RunFolder(folder, identity, saved.write_drafter_in)
-    with interrupt:
-        learning = *_apart(texts), cache_hidden, evaluate_every
-        run, history = DrafterSteps(model, shape, settings, clock, *learning), []
-        if checkpoint is not None:
-            history = restored(run, checkpoint, identity)
-            clock.go_on(history)
-        else:
-            run.fit(interrupt)
-        saving.begin(history)
-        take_steps(run, history, saving, save_every, interrupt, progress, on_step)
-        finished = run.is_over(history)
-        evaluation = run.last_evaluation() if finished else {}
-        interrupt.meet()
-    if evaluation:  # the drafter then says how often it was right
-        saving.save(run, history)
-    saving.finish(history, evaluation)
-    reason = ("time" if minutes else "steps") if finished else "interrupted"
-    told = history, evaluation, reason, settings, tuple(saving.problems), saving.unsaved
-    trained = TrainedDrafter(run.trained_model(), *told)
-    interrupt.finish(trained, on_interrupt)
-    return trained
+    plain = json.loads(json.dumps(dataclasses.asdict(shape)))  # as a saved run gives it back
+    identity |= {"settings": {**dataclasses.asdict(settings), "shape": plain}}
+
+    def make(interrupt: Interrupt) -> DrafterSteps:
+        learned = [text for index, text in enumerate(texts) if index % HELD_OUT]
+        learning = learned, texts[::HELD_OUT], cache_hidden, evaluate_every
+        run = DrafterSteps(model, shape, settings, clock, *learning)
+        if checkpoint is None:
+            run.fit_first_weights(interrupt)
+        return run
+
+    return fit(
+        make,
+        saved.RunFolder(folder, identity, lambda place, one: write_drafter_of(one, place)),
+        checkpoint,
+        functools.partial(TrainedDrafter, settings=settings),
+        save_every=save_every, progress=progress, on_step=on_step, on_interrupt=on_interrupt,
+    )  # fmt: skip
 
 
 def _settings(
@@ -160,7 +154,6 @@ def _settings(
     sampling: GenerationConfig,
     minutes: float | None,
 ) -> DrafterTraining:
-    refuse_unknown(list(changes), DRAFTER_SETTINGS, "argument")
     if settings is None:
         settings = DrafterTraining(temperature=sampling.temperature if sampling.do_sample else 1.0)
     settings = dataclasses.replace(settings, **changes)
@@ -172,15 +165,3 @@ def _settings(
         check_float(minutes, "minutes", 0.0, 1e6)
         check(settings.steps == 0, "steps", settings.steps, "0 with minutes: one of both")
     return settings
-
-
-def _apart(texts: list[OwnText]) -> tuple[list[OwnText], list[OwnText]]:
-    """What is learned from, and what is held out."""
-    learned = [text for index, text in enumerate(texts) if index % HELD_OUT]
-    return learned, texts[::HELD_OUT]
-
-
-def _plain(shape: OneLayer) -> dict[str, Any]:
-    """As JSON gives it back."""
-    fields = dataclasses.asdict(shape)
-    return {name: list(x) if isinstance(x, tuple) else x for name, x in fields.items()}

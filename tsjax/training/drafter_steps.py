@@ -11,8 +11,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Mapping, Sequence
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,12 +28,13 @@ from tsjax.host.interrupt import Interrupt
 from tsjax.model.drafter import DrafterWeights, declare_drafter
 from tsjax.model.param_spec import ParamSpec
 from tsjax.model.params import is_spec
-from tsjax.model.sharding import everywhere, mesh_of
 from tsjax.model.transformer import unembedding_rows
 from tsjax.training import drafter_loss, least_squares
 from tsjax.training.batches import ROW_TOKENS, most_frequent_tokens
 from tsjax.training.drafter_evaluation import evaluated, expected_speedup
+from tsjax.training.fit import State, Training
 from tsjax.training.own_text import OwnText
+from tsjax.training.places import on_each_device
 from tsjax.training.saved import Record
 from tsjax.training.tapped_texts import TappedTexts
 
@@ -83,26 +83,13 @@ def first_weights(cfg: ModelConfig, model: Any, seed: int) -> DrafterWeights:
     return weights.replace(layer=layer, out_norm=jnp.array(model.final_norm, dtype))
 
 
-@functools.cache
-def drafter_programs() -> SimpleNamespace:
-    """What the steps run, compiled."""
+@functools.partial(jax.jit, static_argnames=("settings", "cfg"))
+def _gradient(weights, frozen, model, pieces, starts, *, settings, cfg):
+    def loss(weights):
+        whole = _whole(weights, frozen, cfg)
+        return drafter_loss.objective(whole, model, pieces, starts, settings=settings, cfg=cfg)
 
-    def gradient(weights, frozen, model, pieces, starts, *, settings, cfg):
-        def loss(weights):
-            whole = _whole(weights, frozen, cfg)
-            return drafter_loss.objective(whole, model, pieces, starts, settings=settings, cfg=cfg)
-
-        return jax.grad(loss, has_aux=True)(weights)
-
-    static = ("settings", "cfg")
-    return SimpleNamespace(
-        gradient=jax.jit(gradient, static_argnames=static),
-        update=jax.jit(
-            drafter_loss.adam_step,
-            static_argnames="settings",
-            donate_argnames=("weights", "moments"),
-        ),
-    )
+    return jax.grad(loss, has_aux=True)(weights)
 
 
 def _whole(weights: DrafterWeights, frozen: Mapping[str, Any], cfg: ModelConfig) -> DrafterWeights:
@@ -144,42 +131,34 @@ class Elapsed:
         self._before = history[-1]["elapsed"]
 
 
-class _State(NamedTuple):
-    """What a step replaces, in one assignment: a signal in between finds all of it or nothing."""
+class DrafterSteps(Training):
+    """The arrays of a run and what is done with them."""
 
-    weights: Any
-    moments: Any
-    steps: int
-
-
-class DrafterSteps:
-    """The arrays of a run and what is done with them: a `Training`."""
+    name, told_in_result = "drafter", True
 
     def __init__(
         self, model: Model, shape: OneLayer, settings: DrafterTraining, clock: Elapsed,
         learned: Sequence[OwnText], held: Sequence[OwnText], cached: bool, evaluate_every: int,
     ):  # fmt: skip
-        self.model, self.settings, self._every = model, settings, evaluate_every
-        self.cfg = dataclasses.replace(model.cfg, drafter=shape)
-        self.mesh, self._clock = mesh_of(model.params), clock
+        cfg = dataclasses.replace(model.cfg, drafter=shape)
+        super().__init__(model, cfg, model.params.replace(heads=(), drafter=None))
+        self.settings, self._clock, self._every = settings, clock, evaluate_every
+        self.total = settings.steps or None
         self.accuracy: tuple[float, ...] = ()
         self._evaluated: Record = {}  # the last record with an evaluation
         how = settings.step_tokens, settings.seed
-        self._learned = TappedTexts(model, self.cfg, learned, *how, cached)
-        self._held = TappedTexts(model, self.cfg, held, *how)
+        self._learned = TappedTexts(model, cfg, learned, *how, cached)
+        self._held = TappedTexts(model, cfg, held, *how)
         self._rows = self._learned.rows()
-        words = most_frequent_tokens(learned, self.cfg.vocab_size, shape.words)
-        self._params = model.params.replace(heads=(), drafter=None)
-        rows = unembedding_rows(self._params.model, jnp.asarray(words))
-        self._frozen = self._everywhere({"words": jnp.asarray(words), "unembed": rows})
-        self._begin_with(first_weights(self.cfg, self._params.model, settings.seed))
+        words = jnp.asarray(most_frequent_tokens(learned, cfg.vocab_size, shape.words))
+        rows = unembedding_rows(self._params.model, words)
+        self._frozen = on_each_device({"words": words, "unembed": rows}, self._params)
+        self._begin_from(first_weights(cfg, self._params.model, settings.seed))
 
-    def _begin_with(self, weights: Any) -> None:
-        weights = self._everywhere(weights)
-        moments = self._everywhere(drafter_loss.adam(self.settings).init(weights))
-        self.state = _State(weights, moments, 0)
+    def _begin_from(self, weights: Any) -> None:
+        self.begin_with(weights, drafter_loss.adam(self.settings))
 
-    def fit(self, interrupt: Interrupt) -> None:
+    def fit_first_weights(self, interrupt: Interrupt) -> None:
         """The first weights of taps, token and the last row's state, by least squares."""
         learned, step_tokens = self._learned, self.settings.step_tokens
         steps = learned.steps
@@ -199,31 +178,18 @@ class DrafterSteps:
         if fitted is not None:
             wide = accumulation_dtype(self.cfg.dtype)
             named = zip(drafter_loss.FITTED, (x.astype(wide) for x in fitted), strict=True)
-            self._begin_with(self.state.weights.replace(**dict(named)))
-
-    @property
-    def total(self) -> int | None:
-        return self.settings.steps or None
-
-    @property
-    def steps(self) -> int:
-        return self.state.steps
+            self._begin_from(self.state.weights.replace(**dict(named)))
 
     @property
     def _share(self) -> float:
         """Of the steps, what is over."""
         if self._clock.ends is None:
-            return self.steps / self.settings.steps
+            return self.state.steps / self.settings.steps
         return self._clock.share
 
-    def is_over(self, history: list[Record]) -> bool:
+    @property
+    def is_over(self) -> bool:
         return self._share >= 1
-
-    def _everywhere(self, tree):
-        """On every device of the mesh, or on the model's one."""
-        device = jax.tree.leaves(self._params)[0].sharding
-        whole = device if self.mesh is None else everywhere(self.mesh)
-        return jax.tree.map(lambda x: jax.device_put(x, whole), tree)
 
     def step(self, interrupt: Interrupt) -> Record | None:
         if interrupt.requested:
@@ -233,16 +199,16 @@ class DrafterSteps:
         _, pieces = next(self._rows)
         starts = np.arange(ROW_TOKENS // settings.every, dtype=np.int32) * settings.every
         starts += steps % settings.every
-        programs, static = drafter_programs(), {"settings": settings, "cfg": self.cfg}
-        gradient, found = programs.gradient(
-            weights, self._frozen, self._params.model, pieces, starts, **static
-        )
+        gradient, found = _gradient(
+            weights, self._frozen, self._params.model, pieces, starts, settings=settings,
+            cfg=self.cfg,
+        )  # fmt: skip
         rate = drafter_loss.rate_at(settings, steps, share)
-        weights, moments, norm = programs.update(
+        weights, moments, norm = drafter_loss.adam_step(
             weights, moments, gradient, np.float32(rate), settings=settings
         )
         found, norm = processes.on_host((found, norm))
-        self.state = _State(weights, moments, steps + 1)
+        self.state = State(weights, moments, steps + 1)
         interrupt.meet()
         counted = np.maximum(found.counted, 1)
         losses = (found.loss / counted).tolist()
@@ -274,10 +240,10 @@ class DrafterSteps:
             told += f", {max(self._clock.ends - record['elapsed'], 0) / 60:.1f} minutes left"
         return told
 
-    def last_evaluation(self) -> dict[str, Any]:
+    def evaluate(self, over: bool) -> dict[str, Any]:
         """Of all held-out text; the drafter says from then on how often it was right."""
-        found = self.evaluation(None)
-        self.accuracy = tuple(found["right"])
+        found = self.evaluation(None) if over else {}
+        self.accuracy = tuple(found.get("right", ()))
         return found
 
     def evaluation(self, steps: int | None) -> dict[str, Any]:
@@ -288,24 +254,10 @@ class DrafterSteps:
         costs = costs_of(params, self.cfg, 1, PRICED_CONTEXT)
         return {**found, "speedup": expected_speedup(found["right"], costs, PRICED_CONTEXT)}
 
-    def arrays(self) -> dict[str, jax.Array]:
-        leaves, _ = jax.tree_util.tree_flatten_with_path(self._tree())
-        return {
-            jax.tree_util.keystr(keys, simple=True, separator="."): leaf for keys, leaf in leaves
-        }
-
-    def _tree(self) -> dict[str, Any]:
-        return {"drafter": self.state.weights, "adam": self.state.moments}
-
-    def restore(self, arrays: Mapping[str, jax.Array], steps: int) -> None:
-        leaves = [arrays[name] for name in self.arrays()]
-        tree = jax.tree.unflatten(jax.tree.structure(self._tree()), leaves)
-        self.state = _State(tree["drafter"], tree["adam"], steps)
-        self._rows = self._learned.rows(steps)
-
-    @property
-    def is_whole(self) -> bool:
-        return not any(leaf.is_deleted() for leaf in jax.tree.leaves(self._tree()))
+    def restore(self, arrays: Mapping[str, jax.Array], history: Sequence[Record]) -> None:
+        super().restore(arrays, history)
+        self._rows = self._learned.rows(len(history))
+        self._clock.go_on(history)
 
     def trained_model(self) -> Model:
         assert self.cfg.drafter is not None

@@ -198,16 +198,12 @@ class _Writing:
     def keep(self, answer: Any) -> None:
         number, kind, prompt = self._open.pop(answer.index)
         ids = np.concatenate([prompt, answer.tokens]).astype(np.int32)
-        text = OwnText(number, kind, len(prompt), ids)
-        with replacing(os.path.join(self._folder, _file_of(text))) as temporary:
+        name = f"{number:06d}-{kind}-{len(prompt)}.npy"
+        with replacing(os.path.join(self._folder, name)) as temporary:
             with open(temporary, "wb") as file:
                 np.save(file, ids)
-        self.texts.append(text)
+        self.texts.append(OwnText(number, kind, len(prompt), ids))
         self.written += len(answer.tokens)
-
-
-def _file_of(text: OwnText) -> str:
-    return f"{text.number:06d}-{text.kind}-{text.prompt}.npy"
 
 
 def read_own_text(folder: str) -> list[OwnText]:

@@ -18,20 +18,20 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
-from tsjax.base.checks import check, check_int, check_type, refuse_unknown
+from tsjax.base.checks import check, check_int
 from tsjax.base.telling import doing
 from tsjax.base.training_config import HeadTraining
+from tsjax.files.adapters import write_heads
 from tsjax.files.checkpoint import Model
 from tsjax.files.fingerprint import fingerprint_of_first_rows, model_fingerprint
 from tsjax.host import processes
 from tsjax.host.device_programs import programs_of
-from tsjax.host.interrupt import Interrupt, check_on_interrupt
-from tsjax.model.sharding import mesh_of, named_sharding, placed
+from tsjax.host.interrupt import Interrupt
 from tsjax.training import loss, saved
 from tsjax.training.corpus import (
     Order,
@@ -39,11 +39,14 @@ from tsjax.training.corpus import (
     predictions_from_counts,
     read_training_corpus,
 )
+from tsjax.training.fit import State, Training, check_call, fit
 from tsjax.training.loss import TOP, cast_heads
+from tsjax.training.places import on_each_device, parts_of_data, shared_out
 from tsjax.training.saved import Record
-from tsjax.training.steps import restored, take_steps
 
 SETTING_NAMES = tuple(field.name for field in dataclasses.fields(HeadTraining))
+# What follows the data where nobody says how many steps, and how often these then see it.
+SIZED_BY_DATA, MOST_PASSES = ("steps", "warmup_steps", "batch_size", "micro_batch"), 50
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +102,8 @@ def train_heads(
         default the first `sequence_length` tokens of every text; shorter texts are left out.
       settings: a HeadTraining; `changes` (its fields: steps, learning_rate, batch_size,
         sequence_length, seed, ...) override it one by one. The default is the recipe for heads of
-        the kind: `HeadTraining.of_kind(head_kind)`.
+        the kind, `HeadTraining.of_kind(head_kind)`, with fewer steps for little data: see its
+        `steps`.
       held_out: what to evaluate on at the end: a fraction of the data's documents, or files.
       whole_books: take all sequences of a text, not only the first.
       data_dtype: type of the ids in .bin files.
@@ -117,21 +121,17 @@ def train_heads(
     Raises:
       Interrupted: see on_interrupt, and `generate`.
     """
-    check_on_interrupt(on_interrupt)
-    check_type(model, Model, "model", "what tsjax.load returns")
-    processes.check_shared(model.params)
-    refuse_unknown(list(changes), SETTING_NAMES, "argument")
-    if settings is None:
-        settings = HeadTraining.of_kind(changes.get("head_kind", HeadTraining.head_kind))
-    settings = dataclasses.replace(settings, **changes)
+    check_call(model, on_interrupt, changes, SETTING_NAMES)
+    fits_data = settings is None and "steps" not in changes
+    settings = head_settings(settings, changes)
     check_int(save_every, "save_every", 1)
-    micro = _sequences_per_pass(model, settings)
+    _check_passes(model, settings)
     # Before the folder is looked at, in which the first one may still be writing.
     processes.check_same("train_heads", settings, save_to is None, resume, cache_hidden)
     folder = saved.check_folder(save_to, resume, saved.FILES_OF_HEADS)
     checkpoint = saved.latest(folder) if folder is not None and resume else None
-    if checkpoint is not None:  # before the data is read, which may take long
-        saved.read_document(checkpoint)
+    # Before the data is read, which may take long.
+    before = None if checkpoint is None else saved.read_settings(checkpoint)
     read = functools.partial(
         read_training_corpus, sequence_length=settings.sequence_length,
         vocab_size=model.cfg.vocab_size, tokenizer=lambda: model.tokenizer,
@@ -143,29 +143,35 @@ def train_heads(
             train, held = train.split(held_out, settings.seed)
         elif held_out is not None:
             held = read(held_out, argument="held_out")
+    if fits_data:
+        fitted = before or _fitted_to(len(train), parts_of_data(model.params), settings, changes)
+        fitted = {name: fitted[name] for name in SIZED_BY_DATA if name in fitted}
+        settings = dataclasses.replace(settings, **{**fitted, **changes})
+        _check_passes(model, settings)
     identity = {"model": model_fingerprint(model), "data": train.fingerprint,
                 "settings": dataclasses.asdict(settings)}  # fmt: skip
     processes.check_same("train_heads", identity, checkpoint and os.path.basename(checkpoint))
-    interrupt, saving = Interrupt(), saved.RunFolder(folder, identity, saved.write_heads_of)
-    old = functools.partial(fingerprint_of_first_rows, model)
-    with interrupt:
-        run = _Run(model, settings, train, micro, cache_hidden)
-        history = restored(run, checkpoint, identity, old) if checkpoint is not None else []
-        saving.begin(history)
-        take_steps(run, history, saving, save_every, interrupt, progress, on_step)
-        finished = run.is_over(history)
-        evaluation = run.evaluate(held) if held is not None and finished else []
-        interrupt.meet()
-    saving.finish(history, evaluation)
-    told = history, evaluation, "steps" if finished else "interrupted", settings, train.skipped
-    trained = TrainedHeads(run.trained_model(), *told, tuple(saving.problems), saving.unsaved)
-    interrupt.finish(trained, on_interrupt)
-    return trained
+    return fit(
+        lambda interrupt: _Run(model, settings, train, held, cache_hidden),
+        saved.RunFolder(
+            folder, identity, lambda place, one: write_heads(one, os.path.join(place, saved.HEADS))
+        ),
+        checkpoint,
+        functools.partial(TrainedHeads, settings=settings, skipped=train.skipped),
+        fingerprint_of_format_1=functools.partial(fingerprint_of_first_rows, model),
+        save_every=save_every, progress=progress, on_step=on_step, on_interrupt=on_interrupt,
+    )  # fmt: skip
 
 
-def _sequences_per_pass(model: Model, settings: HeadTraining) -> int:
-    mesh = mesh_of(model.params)
-    parts = mesh.shape.get("data", 1) if mesh is not None else 1
+def head_settings(settings: HeadTraining | None, changes: Mapping[str, Any]) -> HeadTraining:
+    """With changes; where there are none yet, the recipe for heads of the kind."""
+    if settings is None:
+        settings = HeadTraining.of_kind(changes.get("head_kind", HeadTraining.head_kind))
+    return dataclasses.replace(settings, **changes)
+
+
+def _check_passes(model: Model, settings: HeadTraining) -> None:
+    parts = parts_of_data(model.params)
     micro, batch = settings.micro_batch * parts, settings.batch_size
     wanted = f"a multiple of the {micro} sequences of a pass (micro_batch={settings.micro_batch}"
     wanted += f" on each of {parts} parts of the mesh)" if parts > 1 else ")"
@@ -173,7 +179,20 @@ def _sequences_per_pass(model: Model, settings: HeadTraining) -> int:
     length, limit = settings.sequence_length, model.cfg.max_positions
     wanted = f"at most the {limit} positions that the model was made for"
     check(length <= limit, "sequence_length", length, wanted)
-    return micro
+
+
+def _fitted_to(
+    sequences: int, parts: int, settings: HeadTraining, changes: Mapping[str, Any]
+) -> dict[str, int]:
+    """SIZED_BY_DATA, but for what `changes` say: no step takes a sequence twice, and all steps take
+    MOST_PASSES over the data at most. Much data changes nothing."""
+    micro, batch = settings.micro_batch, settings.batch_size
+    if "batch_size" not in changes:
+        micro = changes.get("micro_batch", max(1, min(micro, sequences // parts)))
+        batch = max(1, min(batch, sequences) // (micro * parts)) * micro * parts
+    steps = min(settings.steps, -(-MOST_PASSES * sequences // batch))
+    warmup = changes.get("warmup_steps", min(settings.warmup_steps, steps // 4))
+    return dict(zip(SIZED_BY_DATA, (max(steps, warmup + 1), warmup, batch, micro), strict=True))
 
 
 @functools.cache
@@ -189,39 +208,28 @@ def training_programs() -> SimpleNamespace:
     )
 
 
-class _State(NamedTuple):
-    """What a step replaces, in one assignment: a signal in between finds all of it or nothing."""
-
-    heads: Any
-    moments: Any
-    steps: int  # that were taken
-
-
-class _Run:
+class _Run(Training):
     """The arrays of a run and what is done with them."""
 
+    name = "heads"
+
     def __init__(
-        self, model: Model, settings: HeadTraining, train: TrainingCorpus, micro: int, cached: bool
-    ):
-        self.model, self.settings, self.train, self.micro = model, settings, train, micro
-        self.cfg = model.cfg.with_heads(settings.num_heads, settings.head_kind)
-        self.mesh = mesh_of(model.params)
+        self, model: Model, settings: HeadTraining, train: TrainingCorpus,
+        held: TrainingCorpus | None, cached: bool,
+    ):  # fmt: skip
+        cfg = model.cfg.with_heads(settings.num_heads, settings.head_kind)
+        super().__init__(model, cfg, model.params.replace(heads=()))
+        self.settings, self.train, self.held, self.total = settings, train, held, settings.steps
+        self.micro = settings.micro_batch * parts_of_data(model.params)  # sequences of a pass
         self.order, self.rates = Order(len(train), settings.seed), loss.learning_rates(settings)
-        self._hidden_states = programs_of(model).hidden_states
-        self._params = model.params.replace(heads=())
-        heads = self._everywhere(loss.init_heads(self.cfg, settings, self._params.model))
-        moments = self._everywhere(loss.optimiser(settings).init(heads))
-        self.state = _State(heads, moments, 0)
-        self._static = {"cfg": self.cfg, "chunk_tokens": settings.chunk_tokens}
+        heads = loss.init_heads(cfg, settings, self._params.model)
+        self.begin_with(heads, loss.optimiser(settings))
+        self._static = {"cfg": cfg, "chunk_tokens": settings.chunk_tokens}
         self._cache = self._compute_hidden() if cached else None
 
     @property
-    def total(self) -> int:
-        """The steps that it is to take."""
-        return self.settings.steps
-
-    def is_over(self, history: list[Record]) -> bool:
-        return len(history) == self.total
+    def is_over(self) -> bool:
+        return self.state.steps == self.total
 
     def figures(self, record: Record) -> str:
         """What the progress bar says after a step."""
@@ -229,19 +237,9 @@ class _Run:
         tops = " ".join("/".join(f"{100 * share:.0f}" for share in head) for head in heads)
         return f"loss {record['loss']:.3f}, top-1/2/3 % {tops}"
 
-    def _everywhere(self, tree):
-        """On every device of the mesh, or on the model's one."""
-        return jax.tree.map(lambda x: self._place(x, ()), tree)
-
-    def _place(self, array: Any, axes: tuple[str, ...] = ("batch",)) -> jax.Array:
-        """One micro-batch, its sequences shared out over the mesh."""
-        if self.mesh is None:
-            return jax.device_put(array, jax.tree.leaves(self._params)[0].sharding)
-        names = axes + (None,) * (np.ndim(array) - len(axes))
-        return placed(array, named_sharding(np.shape(array), names, self.mesh))
-
     def _hidden(self, tokens: jax.Array) -> jax.Array:
-        return self._hidden_states(self._params, tokens, cfg=self.cfg.with_heads(0))
+        run = programs_of(self.model).hidden_states
+        return run(self._params, tokens, cfg=self.cfg.with_heads(0))
 
     def _compute_hidden(self) -> np.ndarray:
         """The hidden states of all sequences, always in the same batches."""
@@ -259,7 +257,7 @@ class _Run:
             for first in range(0, total, self.micro):
                 work.done(first)
                 numbers = [number % total for number in range(first, first + self.micro)]
-                fresh = self._hidden(self._place(self.train.sequences(numbers)))
+                fresh = self._hidden(shared_out(self.train.sequences(numbers), self._params))
                 hidden[numbers] = processes.on_host(fresh)
         return hidden
 
@@ -267,15 +265,17 @@ class _Run:
         """The next step; None, and nothing changed, if it is interrupted."""
         began, settings = time.perf_counter(), self.settings
         heads, moments, steps = self.state
-        total = self._everywhere(loss.zero_gradients(heads))
+        total = on_each_device(loss.zero_gradients(heads), self._params)
         first = steps * settings.batch_size
         for start in range(first, first + settings.batch_size, self.micro):
             if interrupt.requested:
                 return None
             numbers = self.order.numbers(start, self.micro)
-            tokens = self._place(self.train.sequences(numbers))
-            cached = None if self._cache is None else self._place(self._cache[numbers])
-            hidden = self._hidden(tokens) if cached is None else cached
+            tokens = shared_out(self.train.sequences(numbers), self._params)
+            if self._cache is None:
+                hidden = self._hidden(tokens)
+            else:
+                hidden = shared_out(self._cache[numbers], self._params)
             total = training_programs().add_gradients(
                 heads, self._params.model, hidden, tokens, total, **self._static,
                 loss_decay=settings.loss_decay,
@@ -284,7 +284,7 @@ class _Run:
             interrupt.meet()
         metrics = processes.on_host(total.metrics)
         heads, moments, norm = training_programs().update(heads, moments, total, settings=settings)
-        self.state = _State(heads, moments, steps + 1)
+        self.state = State(heads, moments, steps + 1)
         labels = np.asarray(settings.labels, np.float64) * settings.batch_size
         losses = (metrics.loss / labels).tolist()
         return {
@@ -297,16 +297,19 @@ class _Run:
             "seconds": time.perf_counter() - began,
         }
 
-    def evaluate(self, held_out: TrainingCorpus) -> list[Record]:
+    def evaluate(self, over: bool) -> list[Record]:
+        held_out = self.held
+        if held_out is None or not over:
+            return []
         count, vocab = self.settings.num_heads + 1, self.cfg.vocab_size
         losses, hits = np.zeros(count), np.zeros((count, TOP), np.int64)
         with doing("evaluating", len(held_out), "sequences") as work:
             for first in range(0, len(held_out), self.micro):
                 work.done(first)
                 numbers = range(first, min(first + self.micro, len(held_out)))
-                tokens = self._place(held_out.sequences(numbers))
+                tokens = shared_out(held_out.sequences(numbers), self._params)
                 measured = training_programs().measure_heads(
-                    self.state.heads, self._params.model, self._hidden(tokens), tokens,
+                    self.state.weights, self._params.model, self._hidden(tokens), tokens,
                     **self._static,
                 )  # fmt: skip
                 metrics = processes.on_host(measured)
@@ -326,32 +329,8 @@ class _Run:
             records.append(record | {name: shares.tolist() for name, shares in free.items()})
         return records
 
-    def arrays(self) -> dict[str, jax.Array]:
-        """Everything a step changes, by name."""
-        leaves, _ = jax.tree_util.tree_flatten_with_path(self._tree())
-        return {
-            jax.tree_util.keystr(keys, simple=True, separator="."): leaf for keys, leaf in leaves
-        }
-
-    def _tree(self) -> dict[str, Any]:
-        return {"heads": self.state.heads, "adam": self.state.moments}
-
-    def restore(self, arrays: Mapping[str, jax.Array], steps: int) -> None:
-        leaves = [arrays[name] for name in self.arrays()]
-        tree = jax.tree.unflatten(jax.tree.structure(self._tree()), leaves)
-        self.state = _State(tree["heads"], tree["adam"], steps)
-
-    @property
-    def steps(self) -> int:
-        return self.state.steps
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether no step was torn apart by an exception after it had given its arrays away."""
-        return not any(leaf.is_deleted() for leaf in jax.tree.leaves(self._tree()))
-
     def trained_model(self) -> Model:
-        params = self._params.replace(heads=cast_heads(self.state.heads, self.cfg))
+        params = self._params.replace(heads=cast_heads(self.state.weights, self.cfg))
         return self.model.replace(params=params, cfg=self.cfg)
 
 

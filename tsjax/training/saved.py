@@ -25,7 +25,6 @@ from tsjax.base.checks import check
 from tsjax.base.errors import AlreadyThere, BadValue, NoSuchFile
 from tsjax.base.input_files import listed, parsing, read_json, require_file
 from tsjax.files import stored_arrays
-from tsjax.files.adapters import write_drafter_of, write_heads
 from tsjax.files.checkpoint import Model
 from tsjax.files.drafter_files import DRAFTER_CONFIG, DRAFTER_FILE
 from tsjax.files.weight_files import write_safetensors
@@ -68,8 +67,8 @@ class RunFolder(Writing):
         identity: Mapping[str, Any],
         write_result: Callable[[str, Model], object],
     ):
-        super().__init__(stacklevel=5)
-        self._folder, self._identity, self._write_result = folder, identity, write_result
+        super().__init__(stacklevel=6)
+        self._folder, self.identity, self._write_result = folder, identity, write_result
 
     def _write(
         self, what: str, write: Callable[..., object], *args: Any, alone: bool = False
@@ -88,7 +87,7 @@ class RunFolder(Writing):
         if self._folder is None:
             return
         arrays, trained = processes.on_host(run.arrays()), run.trained_model()
-        document = {**self._identity, "history": history}
+        document = {**self.identity, "history": history}
         checkpoint = len(history), arrays, document, alone
         written = self._write("checkpoint", write_checkpoint, *checkpoint, alone=alone)
         written &= self._write("result", self._write_result, trained, alone=alone)
@@ -98,7 +97,7 @@ class RunFolder(Writing):
         self.begin(history)
         last = history[-1] if history else None
         summary = {"steps": len(history), "last": last, "evaluation": evaluation}
-        self._write("summary", _write_summary, {**self._identity, **summary})
+        self._write("summary", _write_summary, {**self.identity, **summary})
         try:
             if history:
                 self._write("plot", _plot_losses, history)
@@ -190,6 +189,13 @@ def read_document(checkpoint: str) -> dict[str, Any]:
         return document
 
 
+def read_settings(checkpoint: str) -> dict[str, Any]:
+    """Those of the run, by name."""
+    document = read_document(checkpoint)
+    with parsing(checkpoint, " is damaged"):
+        return dict(document["settings"])
+
+
 def read_state(checkpoint: str, like: Mapping[str, jax.Array], format: int) -> dict[str, jax.Array]:
     """The arrays of a checkpoint with the shapes, types and places of those in `like`."""
     if format == CHECKPOINT_FORMAT:
@@ -237,14 +243,6 @@ def write_metrics(folder: str, history: Sequence[Mapping[str, Any]]) -> None:
 def append_metrics(folder: str, record: Mapping[str, Any]) -> None:
     with open(os.path.join(folder, METRICS), "a", encoding="utf-8") as file:
         file.write(json.dumps(record) + "\n")
-
-
-def write_drafter_in(folder: str, trained: Model) -> None:
-    write_drafter_of(trained, folder)
-
-
-def write_heads_of(folder: str, trained: Model) -> None:
-    write_heads(trained, os.path.join(folder, HEADS))
 
 
 def _write_summary(folder: str, summary: Mapping[str, Any]) -> None:
