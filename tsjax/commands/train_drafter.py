@@ -5,15 +5,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
+import functools
 from typing import Any
 
 import tsjax
 from tsjax.base.generation_config import GENERATION_NAMES
-from tsjax.base.model_config import DTYPES
 from tsjax.base.training_config import DrafterTraining
 from tsjax.commands import arguments as cli
-from tsjax.host import processes
+from tsjax.commands.train_heads import add_training, end_training, run_training
 from tsjax.training.drafter_run import DRAFTER_SETTINGS, OWN_TOKENS
 from tsjax.training.drafter_steps import shape_for
 
@@ -35,24 +34,15 @@ def add_train_drafter(commands: Any) -> None:
         "the model will; the model stays as it is. Figures go to stderr, the last line is JSON."
     )
     parser = cli.command(commands, "train-drafter", _train_drafter, text, about, DRAFTER_EXAMPLES)
-    cli.add(parser, "model", cli.MODEL_HELP)
     text = "receives the text, checkpoints, metrics and the drafter; --drafter DIR takes it"
-    cli.add(parser, "--save-to DIR", text, required=True)
+    add_training(parser, text, save_every=100)
     cli.add(parser, "--minutes N", "in all, writing text included", type=float)
-    cli.add_switch(parser, "--resume", "go on with the training in that folder")
     cli.add(parser, "--data DIR", "text that was written before, in place of writing some")
     cli.add(parser, "--prompts FILE", "what the model is asked: one prompt a line, or JSON")
     cli.add(parser, "--tokens N", "of text to write, at most", default=OWN_TOKENS)
     cli.add(parser, "--words N", "tokens that the drafter can say, the most frequent", type=int)
     cli.add(parser, "--mlp-dim N", "of its feed-forward part", type=int)
-    cli.add_switch(parser, "--cache-hidden", "keep what the model computes in host memory")
     cli.add(parser, "--evaluate-every STEPS", "steps between evaluations", default=200)
-    cli.add(parser, "--save-every STEPS", "steps between checkpoints", default=100)
-    cli.add(parser, "--dtype", "the checkpoint's own by default", choices=DTYPES)
-    cli.add_held(parser)
-    cli.add_attached(parser, ("adapter",))
-    cli.add_mesh(parser)
-    cli.add_compilation_cache(parser)
     group = parser.add_argument_group("how the text is drawn, as the drafter is to be used")
     text = cli.help_of(tsjax.GenerationConfig)["temperature"] + " (default: 0.7)"
     changed = dict(temperature=dict(help=text), repetition_window=dict(type=int))
@@ -74,19 +64,11 @@ def _train_drafter(args: argparse.Namespace) -> int:
 
 
 def _trained(args: argparse.Namespace, sampling: tsjax.GenerationConfig) -> int:
-    mesh = cli.mesh_of_sizes(args.mesh)
-    model = cli.load_model(args, mesh)
+    model = cli.load_model(args, cli.mesh_of_sizes(args.mesh))
     shape = dataclasses.replace(shape_for(model.cfg), **cli.given_of(args, ("words", "mlp_dim")))
-    names = ("save_to", "minutes", "resume", "data", "prompts", "tokens", "cache_hidden",
-             "evaluate_every", "save_every")  # fmt: skip
-    trained = tsjax.training.train_drafter(
-        model,
-        sampling=sampling,
-        shape=shape,
-        progress=processes.is_first() and not args.quiet,
-        on_interrupt="return",
-        **cli.given_of(args, [*names, *OF_TRAINING]),
-    )
+    train = functools.partial(tsjax.training.train_drafter, model)
+    names = ("minutes", "data", "prompts", "tokens", "evaluate_every", *OF_TRAINING)
+    trained = run_training(args, train, names, sampling=sampling, shape=shape)
     for name, found in (("all", trained.evaluation), *trained.evaluation.get("by", {}).items()):
         if "tokens_per_step" in found:
             right = ", ".join(f"{share:.0%}" for share in found["right"])
@@ -98,15 +80,6 @@ def _trained(args: argparse.Namespace, sampling: tsjax.GenerationConfig) -> int:
             args, f"[expected on this machine: {gain}, before it learns in a run]"
         )
     last = trained.history[-1] if trained.history else {}
-    document = {
-        "save_to": args.save_to,
-        "finish_reason": trained.finish_reason,
-        "steps": len(trained.history),
-        "loss": last.get("loss"),
-        "tokens_per_step": trained.evaluation.get("tokens_per_step"),
-        "right": trained.evaluation.get("right"),
-        "speedup": trained.evaluation.get("speedup"),
-    }
-    print(json.dumps(document))
-    go_on = "[go on with the same command and --resume]" if trained.history else ""
-    return cli.exit_code(args, trained, trained.finish_reason == "interrupted", go_on)
+    told = {"loss": last.get("loss")}
+    told |= {name: trained.evaluation.get(name) for name in ("tokens_per_step", "right", "speedup")}
+    return end_training(args, trained, told)
