@@ -50,17 +50,12 @@ def causal_attention(layer: int, q, k, v):
     return mixed.transpose(0, 2, 1, 3, 4).reshape(B, T, N, H)
 
 
-def token_logits(weights, inputs, positions, cfg, attend=causal_attention):
-    """[B, T, V], with no cache."""
+def token_losses(weights, inputs, targets, positions, cfg, attend=causal_attention):
+    """Minus the log-probability of each target, [B, T] float32, with no cache."""
     hidden, *_ = apply_layers(
         weights, embed(weights, inputs), positions=positions, attend=attend, cfg=cfg
     )
-    return unembed(weights, final_norm(weights, hidden, cfg=cfg), cfg=cfg)
-
-
-def token_losses(weights, inputs, targets, positions, cfg, attend=causal_attention):
-    """Minus the log-probability of each target, [B, T] float32."""
-    logits = token_logits(weights, inputs, positions, cfg, attend)
+    logits = unembed(weights, final_norm(weights, hidden, cfg=cfg), cfg=cfg)
     return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), targets)
 
 
