@@ -42,13 +42,15 @@ def model_fingerprint(model: Model) -> str:
 
 
 def check_held_alike(
-    name: str, dtype: str | None, weights: str | None, cache: str, cfg: ModelConfig
-) -> None:
-    """Refuses a file of the same model with its numbers held otherwise; `tsjax.load` names how."""
+    name: str, path: str | None, dtype: str | None, weights: str | None, cache: str,
+    cfg: ModelConfig,
+) -> None:  # fmt: skip
+    """Refuses a file of a model, or of that at `path`, whose numbers are held otherwise here;
+    `tsjax.load` names how."""
     then, now = (dtype, weights, cache), (cfg.dtype, held_as(cfg), cfg.cache)
     for word, old, new in zip(("dtype", "weights", "cache"), then, now, strict=True):
         if old != new:
-            remedy = f"load it with {word}={old!r}"
+            remedy = f"load {repr(path) if path else 'it'} with {word}={old!r}"
             raise BadValue(f"{name} was saved with {word}={old!r}, the model has {new!r}: {remedy}")
 
 

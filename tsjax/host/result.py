@@ -39,7 +39,7 @@ class RunStats:
     accepted_lengths: tuple[int, ...] = (0,)  # steps that emitted 0, 1, ... drafted tokens
     accepted_by_source: dict[str, int] = dataclasses.field(default_factory=dict)
     draft_positions: int = 0  # see `alpha`
-    method: Any = None  # the one that the run began with
+    method: Any = dataclasses.field(default=None, repr=False)  # the one that the run began with
     gave_up: bool = False  # Auto went on with plain decoding, as drafts did not pay
     # Of a lazy prefill: the share of the prompt's tokens that each stage has computed so far, the
     # layers between two cuts being a stage. () where the whole prompt is computed.
@@ -93,13 +93,13 @@ class GenerationResult:
     stats: RunStats
     problems: tuple[str, ...]
     unsaved: bool
-    _prompts: list[np.ndarray]
-    _single: bool
-    _tokenizer: Callable[[], Any]
-    _answers: int = 1  # rows that each prompt has
-    logprobs: list[LogProbs] | None = None
-    prefix: Any = None
-    _facts: Callable[[], dict[str, Any]] = dict
+    _prompts: list[np.ndarray] = dataclasses.field(repr=False)
+    _single: bool = dataclasses.field(repr=False)
+    _tokenizer: Callable[[], Any] = dataclasses.field(repr=False)
+    _answers: int = dataclasses.field(default=1, repr=False)  # rows that each prompt has
+    logprobs: list[LogProbs] | None = dataclasses.field(default=None, repr=False)
+    prefix: Any = dataclasses.field(default=None, repr=False)
+    _facts: Callable[[], dict[str, Any]] = dataclasses.field(default=dict, repr=False)
 
     @property
     def prompts(self) -> list[np.ndarray]:

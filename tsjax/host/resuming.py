@@ -52,7 +52,7 @@ def check_same_model(name: str, run: SavedRun, model: Model, *, stacklevel: int)
         warnings.warn(f"{name} {trouble}", stacklevel=stacklevel)
         same = run.fingerprint == fingerprint_of_norms(model)
     else:
-        check_held_alike(name, run.dtype, run.weights, run.cache, model.cfg)
+        check_held_alike(name, run.model_path, run.dtype, run.weights, run.cache, model.cfg)
         same = run.fingerprint == model_fingerprint(model)
     if not same:
         other = "another model or dtype" if run.is_old else "another model"

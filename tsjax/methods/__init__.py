@@ -49,7 +49,12 @@ def register_method(name: str, method: type[Method]) -> None:
 def resolve_method(method: Any) -> Method:
     """A method's name or the method itself -> the method."""
     if isinstance(method, str):
-        check(method in METHODS, "method", method, one_of(METHODS))
+        check(
+            method in METHODS,
+            "method",
+            method,
+            f"{one_of(METHODS)}; 'autoregressive' is plain decoding",
+        )
         return BY_NAME.get(method, METHODS[method])()
     check(isinstance(method, Method), "method", method, f"{one_of(METHODS)} or its dataclass")
     return method
