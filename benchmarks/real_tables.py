@@ -22,6 +22,7 @@ from benchmarks.table_parts import (
     with_note,
 )
 from tsjax.measure.paired_runs import PLAIN
+from tsjax.measure.timing import summary
 
 MODELS = {
     "smollm2-135m.gguf": "SmolLM2-135M-Instruct",
@@ -61,12 +62,11 @@ def name_of(document: dict) -> str:
 
 
 def by_kind(document: dict) -> list[dict[str, Any]]:
-    """Each kind and setting of the reported half of the prompts, medians over the prompts; of the
-    gain over plain decoding the least and the most as well."""
+    """Each kind and setting with medians over its prompts; of the gain over plain decoding the
+    least and the most as well."""
     places: dict[tuple[str, str], list[dict]] = {}
     for cell in document["cells"]:
-        if cell["half"] == "report":
-            places.setdefault((cell["setting"], cell["kind"]), []).append(cell)
+        places.setdefault((cell["setting"], cell["kind"]), []).append(cell)
     found = []
     for (setting, kind), cells in places.items():
         methods = {}
@@ -78,11 +78,8 @@ def by_kind(document: dict) -> list[dict[str, Any]]:
             }
             if name != PLAIN:
                 gains = [one["speedup_over_plain"]["median"] for one in rows]
-                methods[name]["over_plain"] = {
-                    "median": statistics.median(gains), "min": min(gains), "max": max(gains)
-                }  # fmt: skip
-        row = {"setting": setting, "kind": kind, "prompts": len(cells), "methods": methods}
-        found.append(row)
+                methods[name]["over_plain"] = summary(gains)
+        found.append({"setting": setting, "kind": kind, "prompts": len(cells), "methods": methods})
     return found
 
 
