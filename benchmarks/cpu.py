@@ -13,6 +13,7 @@ size in the same round.
 
 from __future__ import annotations
 
+import functools
 import statistics
 import sys
 import tempfile
@@ -22,6 +23,7 @@ from typing import Any
 
 from benchmarks import report
 from benchmarks.cpu_peers import PEERS, Peer, installed_peers, serve
+from tsjax.measure.timing import ratios
 
 SHAPES = {
     "15M": dict(hidden_size=288, intermediate_size=768, num_hidden_layers=6, heads=6),
@@ -64,33 +66,30 @@ def seconds_to_read(count: int) -> float:
 def decode_row(peers: dict[str, Peer], shape: str, context: int, new: int, rounds: int, cfg: Any):
     from tsjax.model.cache import cache_bytes
 
-    weights = cfg["weights"]
-    read = weights + cache_bytes(cfg["model"], 1, context + new // 2)
-    found: dict[str, list] = {name: [] for name in peers}
-    bounds = []
-    for _ in range(rounds):
-        bounds.append(seconds_to_read(read))
-        for name, peer in peers.items():
-            found[name].append(peer.ask(context, new))
+    read = cfg["weights"] + cache_bytes(cfg["model"], 1, context + new // 2)
+    calls = {"bound": functools.partial(seconds_to_read, read)}
+    calls |= {name: functools.partial(peer.ask, context, new) for name, peer in peers.items()}
+    found = report.interleaved(calls, rounds, warmup=0).results
+    bounds = found.pop("bound")
+
+    def each(name: str, part: str) -> list[float]:
+        return [answer[part] for answer in found[name]]
 
     def median(name: str, part: str) -> float:
-        return statistics.median(answer[part] for answer in found[name])
+        return statistics.median(each(name, part))
 
     def over(other: str, part: str) -> float:
-        pairs = zip(found[other], found["native"], strict=True)
-        return statistics.median(theirs[part] / ours[part] for theirs, ours in pairs)
+        return ratios(each(other, part), each("native", part))["median"]
 
     tokens = {name: answers[0]["tokens"] for name, answers in found.items()}
     others = [name for name in peers if name != "native"]
     return {
         "shape": shape, "context": context, "new": new, "read_bytes": read,
-        "ms": {name: [1e3 * one["token"] for one in found[name]] for name in peers},
+        "ms": {name: [1e3 * seconds for seconds in each(name, "token")] for name in peers},
         "median_ms": {name: 1e3 * median(name, "token") for name in peers},
         "bound_ms": 1e3 * statistics.median(bounds),
         "read_bytes_per_second": read / statistics.median(bounds),
-        "share_of_bound": statistics.median(
-            bound / one["token"] for bound, one in zip(bounds, found["native"], strict=True)
-        ),
+        "share_of_bound": ratios(bounds, each("native", "token"))["median"],
         "over": {name: over(name, "token") for name in others},
         "prefill_seconds": {name: median(name, "prefill") for name in peers},
         "prefill_over": {name: over(name, "prefill") for name in others},
@@ -122,22 +121,15 @@ def pass_rows(model: Any, context: int, rounds: int) -> dict[str, Any]:
         rows = run_rows(weights, cache, tokens, positions, mask, cfg=cfg)
         return unembed(weights, final_norm(weights, rows.hidden, cfg=cfg), cfg=cfg)
 
-    seconds: dict[int, list] = {rows: [] for rows in ROWS}
-    for turn in range(rounds + 1):
-        for rows in ROWS:
-            tokens = jnp.ones((1, rows), jnp.int32)
-            begin = time.perf_counter()
-            run(weights, cache, tokens).block_until_ready()
-            if turn:
-                seconds[rows].append(time.perf_counter() - begin)
-    one = seconds[1]
+    def call(tokens) -> None:
+        jax.block_until_ready(run(weights, cache, tokens))
+
+    calls = {rows: functools.partial(call, jnp.ones((1, rows), jnp.int32)) for rows in ROWS}
+    seconds = report.interleaved(calls, rounds).seconds
     return {
         "context": context,
         "ms": {str(rows): 1e3 * statistics.median(seconds[rows]) for rows in ROWS},
-        "over_one_row": {
-            str(rows): statistics.median(a / b for a, b in zip(seconds[rows], one, strict=True))
-            for rows in ROWS
-        },
+        "over_one_row": {str(rows): ratios(seconds[rows], seconds[1])["median"] for rows in ROWS},
     }
 
 
@@ -157,17 +149,10 @@ def int8_product(rounds: int) -> dict[str, Any]:
         "float32": jax.jit(lambda: product(row, wide)),
         "int8": jax.jit(lambda: product(row, narrow, scales=scales)),
     }
-    seconds: dict[str, list] = {name: [] for name in calls}
-    for turn in range(10 * rounds + 1):
-        for name, call in calls.items():
-            begin = time.perf_counter()
-            call().block_until_ready()
-            if turn:
-                seconds[name].append(time.perf_counter() - begin)
-    pairs = zip(seconds["float32"], seconds["int8"], strict=True)
+    seconds = report.interleaved(calls, 10 * rounds).seconds
     return {
         "ms": {name: 1e3 * statistics.median(values) for name, values in seconds.items()},
-        "over": statistics.median(a / b for a, b in pairs),
+        "over": ratios(seconds["float32"], seconds["int8"])["median"],
     }
 
 
