@@ -9,6 +9,7 @@ import pytest
 
 import tsjax
 from tsjax.__main__ import main
+from tsjax.decoding.held import held_by_text, int8_copy_bytes
 from tsjax.files.checkpoint import read_config
 from tsjax.measure import roofline_table
 from tsjax.methods.devices import CPU, GPUS, estimated
@@ -70,7 +71,10 @@ def test_the_published_bounds(name):
     weights, cache, table = counted(name, 5000)
     model = tsjax.model_preset(name)
     assert reads(model, 5000, 7) == pytest.approx((weights, 7 * cache, table))
-    assert reads(model, 5000, in_int8=True).weights == weights / 2
+    assert reads(model, 5000, in_int8=True).weights == int8_copy_bytes(model) == weights / 2
+    # What is held has norms and biases too.
+    known = weights + cache + table
+    assert known < held_by_text(model, 1, 5000) < 1.001 * known
 
 
 @pytest.mark.parametrize(
