@@ -87,7 +87,8 @@ def test_whether_it_fits_and_what_would(capsys, monkeypatch):
     assert last("1,1", most + 1, *card) == (
         f"does not fit a100-40gb: 0.00 GB more than {end}; all fits on 2 devices, MESH 1,2,1"
     )
-    assert last("1,1", "1M", *card) == last("1,1", 2**20, *card)
+    for typed, tokens in (("1M", 2**20), ("64k", 2**16)):
+        assert last("1,1", typed, *card) == last("1,1", tokens, *card)
     assert last("1,1", "1M", *card).endswith("; all fits on 6 devices, MESH 1,2,3")
     assert last("1,2,3", "1m", *card).startswith("fits")
     for mesh in ("1,5", "1,1,5", "1,4", "1,2,2"):
