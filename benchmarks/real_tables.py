@@ -343,10 +343,9 @@ def narrow_drafts() -> str:
             if name != PLAIN
         ),
     )
-    runs = [one for document in documents for cell in document["cells"] for one in cell["rows"]]
     note = (
         "Weights as stored, temperature 0.7; over plain decoding of the same weights and prompt: "
-        f"the median, the least and the most. {parted(runs)}"
+        f"the median, the least and the most. {parted(runs_of(documents))}"
     )
     return with_note(lines, note, *documents)
 

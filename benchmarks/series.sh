@@ -34,7 +34,7 @@ for one_of_each in zip(*(prompts[len(prompts) // 2 :] for prompts in kinds)):
     for prompt in one_of_each: print(json.dumps({"prompt": prompt}))' > "$OUT/chat.jsonl"
 for model in "$MODELS"/*.gguf; do
 name="$(basename "$model" .gguf)"
-tsjax bench "$model" --dtype bfloat16 --prompts "$OUT/chat.jsonl" --chat --new-tokens 256 --out "$OUT/real-$name.json" --methods plain auto "likely_tree:width=6,places=8,pass_widths=(1,2,3,4)" "likely_tree:width=16,places=8,pass_widths=(1,2,4,8)" "likely_tree:width=6,places=8,pass_widths=(1,2,3,4),draft_passes=2,draft_weights=int8" ngram magicdec
+tsjax bench "$model" --dtype bfloat16 --prompts "$OUT/chat.jsonl" --chat --settings greedy chat --new-tokens 256 --out "$OUT/real-$name.json" --methods plain auto "likely_tree:width=6,places=8,pass_widths=(1,2,3,4)" "likely_tree:width=16,places=8,pass_widths=(1,2,4,8)" "likely_tree:width=6,places=8,pass_widths=(1,2,3,4),draft_passes=2,draft_weights=int8" ngram magicdec
 tsjax bench "$model" --dtype bfloat16 --text "$TEXT" --lengths 1024 8192 --settings sampled --new-tokens 2000 --out "$OUT/lengths-$name.json" --methods plain auto "likely_tree:width=8,pass_widths=(1,2,4)" "likely_tree:width=8,draft_passes=2,draft_weights=int8" "tokenswift:num_ngrams=20,suffix_length=16,pass_widths=(),tree=(1,3,3,3)" magicdec
 python -c 'import dataclasses, math, sys, tsjax
 model, factor = tsjax.load(sys.argv[1], dtype="bfloat16"), 4.0

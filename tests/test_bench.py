@@ -322,7 +322,7 @@ def test_accepted_lengths_are_replayed(capsys, presets, tmp_path):
         (["--lengths", "0"], ["--lengths=0", "an integer, at least 1"]),
         (["--warm-up", "-1"], ["--warm-up=-1", "at least 0"]),
         (["--peer-tokens", "31"], ["--peer-tokens=31", "at least 32"]),
-        (["--settings", "wild"], ["--settings='wild'", "'sampled', 'greedy'"]),
+        (["--settings", "wild"], ["--settings='wild'", "'sampled', 'greedy', 'chat'"]),
         (["--plot", "times.txt"], ["--plot='times.txt'", ".png or .svg or .pdf"]),
         (["--text", "no.txt"], ["no.txt", "No such file"]),
         (["--text", "SHORT"], ["--text=", "at least the 600 tokens of --lengths; it has "]),

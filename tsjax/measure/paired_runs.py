@@ -34,7 +34,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
         do_sample=True, temperature=1.0, min_p=0.1, repetition_penalty=1.2, repetition_window=1024
     ),
     "greedy": {},
+    "chat": dict(do_sample=True, temperature=0.7, min_p=0.05),  # as answers are often drawn
 }
+USUAL = "sampled", "greedy"
 PLAIN = "plain"  # what the others are held against
 EVERY = 1024  # output positions that make one figure
 PEERS = ("torch", "torch lookup")
