@@ -32,17 +32,19 @@ python -c 'import json
 kinds = json.load(open("benchmarks/prompts.json"))["kinds"].values()
 for one_of_each in zip(*(prompts[len(prompts) // 2 :] for prompts in kinds)):
     for prompt in one_of_each: print(json.dumps({"prompt": prompt}))' > "$OUT/chat.jsonl"
+shopt -s nullglob
 for model in "$MODELS"/*.gguf; do
 name="$(basename "$model" .gguf)"
 tsjax bench "$model" --dtype bfloat16 --prompts "$OUT/chat.jsonl" --chat --settings greedy chat --new-tokens 256 --out "$OUT/real-$name.json" --methods plain auto "likely_tree:width=6,places=8,pass_widths=(1,2,3,4)" "likely_tree:width=16,places=8,pass_widths=(1,2,4,8)" "likely_tree:width=6,places=8,pass_widths=(1,2,3,4),draft_passes=2,draft_weights=int8" ngram magicdec
-tsjax bench "$model" --dtype bfloat16 --text "$TEXT" --lengths 1024 8192 --settings sampled --new-tokens 2000 --out "$OUT/lengths-$name.json" --methods plain auto "likely_tree:width=8,pass_widths=(1,2,4)" "likely_tree:width=8,draft_passes=2,draft_weights=int8" "tokenswift:num_ngrams=20,suffix_length=16,pass_widths=(),tree=(1,3,3,3)" magicdec
+tsjax bench "$model" --dtype bfloat16 --text "$TEXT" --lengths 1024 4096 --settings sampled --new-tokens 2000 --out "$OUT/lengths-$name.json" --methods plain auto "likely_tree:width=8,pass_widths=(1,2,4)" "likely_tree:width=8,draft_passes=2,draft_weights=int8" "tokenswift:num_ngrams=20,suffix_length=16,pass_widths=(),tree=(1,3,3,3)" magicdec
 python -c 'import dataclasses, math, sys, tsjax
-model, factor = tsjax.load(sys.argv[1], dtype="bfloat16"), 4.0
-cfg, scale = model.cfg, 0.1 * math.log(factor) + 1
+model = tsjax.load(sys.argv[1], dtype="bfloat16")
+cfg, factor = model.cfg, 1.0 if model.cfg.max_positions > 100_000 else 4.0
+scale = 0.1 * math.log(factor) + 1
 rope = dataclasses.replace(cfg.rope, kind="yarn", factor=factor, original_max_positions=cfg.max_positions, attention_factor=scale)
 stretched = dataclasses.replace(cfg, rope=rope, max_positions=int(factor * cfg.max_positions))
 tsjax.save(model.replace(cfg=stretched), sys.argv[2], overwrite=True)' "$model" "$OUT/$name-yarn"
-tsjax bench "$OUT/$name-yarn" --settings sampled --lengths 4 --new-tokens 100000 --rounds 1 --warm-up 0 --no-peers --out "$OUT/100k-$name.json" --methods plain auto
+tsjax bench "$OUT/$name-yarn" --settings sampled --lengths 4 --new-tokens 100000 --exceed-max-positions --rounds 1 --warm-up 0 --no-peers --out "$OUT/100k-$name.json" --methods plain auto
 done
 
 # In batches of 8, a million tokens of each method: the same answers as plain decoding's, to the byte.

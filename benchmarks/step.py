@@ -34,12 +34,13 @@ import tsjax
 from benchmarks import report
 from pallas_kernels import narrowed
 from tsjax.base.model_config import CACHES
+from tsjax.decoding.held import USABLE, held_by_text
 from tsjax.decoding.programs import programs as decode_programs
 from tsjax.decoding.sampling import sampling_values
 from tsjax.files.tensor_names import ROUNDED, with_weights
 from tsjax.measure.timing import summary
 from tsjax.model.cache import KVCache, cache_bytes
-from tsjax.model.params import abstract_params, normal, random_params
+from tsjax.model.params import normal, random_params
 from tsjax.model.passes import run_rows
 from tsjax.model.transformer import final_norm, unembed
 
@@ -394,9 +395,7 @@ def fitting(contexts, model, limit: float | None) -> tuple[list[int], list[int]]
     """The contexts whose weights and cache leave a tenth of `limit` bytes free, and the others."""
     if limit is None:
         return sorted(contexts), []
-    leaves = jax.tree.leaves(abstract_params(model))
-    weights = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
-    good = [n for n in contexts if weights + cache_bytes(model, 1, n) < 0.9 * limit]
+    good = [n for n in contexts if held_by_text(model, 1, n) < USABLE * limit]
     return sorted(good), sorted(set(contexts) - set(good))
 
 

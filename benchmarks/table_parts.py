@@ -44,12 +44,12 @@ def made_by(document: dict) -> str:
     if name is None or name[1] in NAMES:
         return f"`{command}`"
     commit = document.get("commit")
-    then = f"the commit {commit}" if commit else "a commit of that day"
+    then = f"commit {commit}" if commit else "a commit of that day"
     return f"`{document['command']}` at {then.replace('+', ', with changes')}"
 
 
 def source(*documents: dict) -> str:
-    """The commands, each machine once."""
+    """The commands, each machine and each commit once."""
     made: dict[str, list[str]] = {}
     for document in documents:
         versions = document["versions"]
@@ -58,7 +58,15 @@ def source(*documents: dict) -> str:
             f"Python {versions['python']}, {document['date']})"
         )
         made.setdefault(where, []).append(made_by(document))
-    return "; ".join(f"{', '.join(commands)} {where}" for where, commands in made.items())
+
+    def once(commands: list[str]) -> str:
+        ends = [command.rpartition("`")[2] for command in commands]
+        pairs = zip(commands, ends, [*ends[1:], ""], strict=True)
+        return ", ".join(
+            one.removesuffix(end) if end == after else one for one, end, after in pairs
+        )
+
+    return "; ".join(f"{once(commands)} {where}" for where, commands in made.items())
 
 
 def machine(document: dict) -> str:

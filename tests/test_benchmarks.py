@@ -84,18 +84,18 @@ def test_a_benchmark_that_is_gone_is_named_with_its_commit():
     for ran, commit, said in (
         (here, "1a", f"`{here}`"),
         ("tsjax bench x", None, "`tsjax bench x`"),
-        ("python -m benchmarks gone", "1a", "`python -m benchmarks gone` at the commit 1a"),
+        ("python -m benchmarks gone", "1a", "`python -m benchmarks gone` at commit 1a"),
         (
             "python benchmarks/bench_gone.py",
             "1a+",
-            "`python benchmarks/bench_gone.py` at the commit 1a, with changes",
+            "`python benchmarks/bench_gone.py` at commit 1a, with changes",
         ),
         ("python -m benchmarks gone", None, "`python -m benchmarks gone` at a commit of that day"),
     ):
         assert made_by({"command": ran, "commit": commit}) == said
 
 
-def test_the_series_asks_nothing_wrong(monkeypatch, capsys, tmp_path):
+def test_the_series_asks_nothing_wrong(capsys, tmp_path):
     """Each line of `tsjax bench` fails at the model alone, which is none here."""
     lines = (ROOT / "benchmarks" / "series.sh").read_text().replace("\\\n", " ").splitlines()
     asked = [

@@ -104,7 +104,7 @@ def test_noise_makes_sampled_drafts_meet():
     """noise_coupled=False drafts the most probable tokens, which sampling chooses less often."""
     method = dataclasses.replace(THREE, noise_coupled=False)
     state = after_steps(model_of(0), method, [list(range(11))], 20, **PENALISED)
-    assert 20 < len(new_tokens(state)[0]) < (19 * 4 + 1) / 1.5  # of the test above
+    assert 20 < len(new_tokens(state)[0]) < (19 * 4 + 1) / 1.5  # if all were right
 
 
 @pytest.mark.parametrize(

@@ -274,6 +274,7 @@ def test_a_vocabulary_of_sentencepiece(tmp_path):
             vocab_size=len(wanted),
         )  # fmt: skip
         found = load_tokenizer(str(path))
+        assert load_tokenizer(str(path)) is found  # loaded once
         for text in TEXTS[:4]:
             ids = wanted.encode(text)[number:]
             if text.strip() == text:  # a first space is written otherwise by newer versions

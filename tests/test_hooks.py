@@ -133,6 +133,7 @@ class CannotBeHashed:
         return logits + self.by
 
 
+BARRED = dict(no_repeat_ngram_size=3)
 HOOKS = dict(
     logits_processor=[
         tsjax.token_bias({3: 1.5, 4: -np.inf}, VOCAB),
@@ -146,9 +147,9 @@ HOOKS = dict(
 )
 
 
-def test_drafts_change_no_token():
-    """What is no function of a user's own is in test_any_tree.py."""
-    how = dict(max_new_tokens=40, **SIZES, **HOOKS)
+@pytest.mark.parametrize("settings", [HOOKS, BARRED], ids=["hooks", "ngrams"])
+def test_drafts_change_no_token(settings):
+    how = dict(max_new_tokens=40, **SIZES, **settings)
     plain = tsjax.generate(MODEL, PROMPTS, **how)
     found = tsjax.generate(MODEL, PROMPTS, method=AnyTree(), **how)
     assert [row.tolist() for row in found.tokens] == [row.tolist() for row in plain.tokens]

@@ -269,8 +269,9 @@ def oracle_losses(model, tokens) -> np.ndarray:
     return found
 
 
-def test_losses_and_gradients_are_those_of_an_independent_computation():
-    model, rng = model_of(OWN), np.random.default_rng(1)
+@pytest.mark.parametrize("kind", [pytest.param(SHARED, marks=pytest.mark.wide), OWN])
+def test_losses_and_gradients_are_those_of_an_independent_computation(kind):
+    model, rng = model_of(kind), np.random.default_rng(1)
     tokens = rng.integers(0, 61, (2, LENGTH)).astype(np.int32)
     heads, weights = model.params.heads, model.params.model
     hidden = jax.jit(hidden_states, static_argnames=("cfg", "width"))(
@@ -292,7 +293,7 @@ def test_losses_and_gradients_are_those_of_an_independent_computation():
         return 0.8 ** np.arange(3) @ oracle_losses(model.replace(params=params), tokens)
 
     wide = jax.tree.map(lambda x: np.asarray(x, np.float64), heads)
-    names = "block", "block_bias", "unembed"
+    names = ["block", "block_bias"] + ["unembed"] * (kind == OWN)
     for k, name in itertools.product(range(3), names):  # in a random direction of each array
         array = getattr(wide[k], name)
         there = rng.standard_normal(array.shape)

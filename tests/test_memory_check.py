@@ -255,3 +255,10 @@ def test_rows_that_lie_on_several_devices_count_once():
     one, four = (temporary_bytes(cfg, rows, 2048, 16) for rows in (2, 8))
     assert temporary_bytes(cfg, 8, 2048, 16, mesh) == one < four
     assert temporary_bytes(cfg, 7, 2048, 16, mesh) == temporary_bytes(cfg, 7, 2048, 16)
+
+
+def test_a_copy_in_int8_is_counted_by_what_each_device_holds():
+    model = tiny_model(mesh=jax.make_mesh((1, 2), ("data", "model")))
+    matrices = [leaf for leaf in jax.tree.leaves(model.params.model.layers) if leaf.ndim > 1]
+    held = sum(leaf.addressable_shards[0].data.size for leaf in matrices)
+    assert held <= model.int8_bytes < tiny_model().int8_bytes

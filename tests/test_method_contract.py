@@ -174,9 +174,9 @@ def test_every_method_has_a_row():
     assert set(ROWS) == {*METHODS, "one_layer", "narrow_cache"}
 
 
-# Runs of Auto are in test_auto_runs.py, of AnyTree in test_any_tree.py, on narrow caches in
-# test_narrow_cache.py; MagicDec's passes are those of a likely tree.
-ELSEWHERE = ("auto", "any_tree", "narrow_cache", "magicdec")
+# Runs of Auto are in test_auto_runs.py, of AnyTree in test_any_tree.py; MagicDec's passes are those
+# of a likely tree.
+ELSEWHERE = ("auto", "any_tree", "magicdec")
 
 
 @by_default(*(name for name in ROWS if name not in ELSEWHERE))

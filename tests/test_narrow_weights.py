@@ -200,8 +200,10 @@ def test_a_wide_checkpoint_is_rounded_layer_by_layer(tmp_path):
         narrow.append(nbytes)
         beside.append(live() - before - sum(narrow))
 
-    found = tsjax.load(tmp_path / "wide", weights="int8", on_tensor=on_tensor)
-    gc.unfreeze()
+    try:
+        found = tsjax.load(tmp_path / "wide", weights="int8", on_tensor=on_tensor)
+    finally:
+        gc.unfreeze()
     assert sum(narrow) == bytes_of(found.params)
     assert max(beside) <= most
     assert model_fingerprint(found) == model_fingerprint(tsjax.load(folder, weights="int8"))

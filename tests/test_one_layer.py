@@ -160,7 +160,8 @@ def test_a_run_learns_from_each_row_that_the_model_has_answered():
     taught, fresh = (first_memory(one, **how)[0] for one in (method.lesson(state.memory), None))
     assert np.array_equal(taught.layer.correction, found) and not fresh.layer.correction.any()
     assert np.array_equal(taught.rates.values, state.memory.rates.values)
-    assert not np.array_equal(taught.rates.values, first_rates().values)
+    assert not np.array_equal(taught.rates.values, fresh.rates.values)
+    assert np.array_equal(fresh.rates.values, first_rates().values)
 
 
 def test_a_published_head_does_not_learn():

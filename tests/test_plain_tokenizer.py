@@ -98,7 +98,7 @@ def both(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizers") / request.param
     FOLDERS[request.param](folder)
     ours = load_tokenizer(str(folder))
-    assert isinstance(ours, PlainTokenizer)
+    assert isinstance(ours, PlainTokenizer) and load_tokenizer(str(folder)) is ours
     return ours, AutoTokenizer.from_pretrained(folder)
 
 

@@ -109,6 +109,7 @@ SWIFT = "--method", "tokenswift", "--method-options"
         (["--prefill", "lazy", "--prefill-options", "window"], "'window' is not valid: NAME"),
         (["--prefill", "lazy", "--prefill-options", "keep={1:2}"], "the share 2 after layer 1"),
         (["--method-options", "tree=(1,)"], "option of Auto 'tree'"),
+        (["--draft-model", "x", "--method-options", "tree=1"], "option of DraftModel 'tree'"),
         ([*NGRAM, "tree=(1,)"], "unknown option of NGram 'tree'"),
         ([*NGRAM, "num_ngrams=x"], "num_ngrams='x' is not valid"),
         ([*SWIFT, "draft_from=verified_state"], "draft_from='verified_state' needs draft heads"),

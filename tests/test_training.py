@@ -152,14 +152,15 @@ def test_on_a_mesh(model):
     ("sequences", "parts", "changes", "wanted"),
     [
         (1, 1, {}, (50, 12, 1, 1)),
-        (10, 1, {}, (56, 14, 9, 3)),
+        (10, 1, {}, (63, 15, 8, 2)),
+        (100, 3, {}, (53, 13, 96, 2)),
         (130, 1, {}, (55, 13, 120, 3)),
         (480, 1, {}, (200, 50, 120, 3)),
         (10**6, 4, {"head_kind": "parallel"}, (200, 40, 120, 3)),
         (10, 4, {}, (63, 15, 8, 2)),
         (10, 1, {"micro_batch": 4}, (63, 15, 8, 4)),
         (10, 1, {"batch_size": 120}, (5, 1, 120, 3)),
-        (10, 1, {"warmup_steps": 60}, (61, 60, 9, 3)),
+        (10, 1, {"warmup_steps": 60}, (63, 60, 8, 2)),
     ],
 )
 def test_little_data_has_fewer_steps_of_fewer_sequences(sequences, parts, changes, wanted):
@@ -175,7 +176,7 @@ def test_steps_that_nobody_gives_follow_the_data_or_the_run_that_goes_on(
 ):
     short = dict(num_heads=2, sequence_length=LENGTH, chunk_tokens=12)
 
-    def of_run(**options):
+    def of_run(model=model, **options):
         how = dict(on_step=send_at_3(signal.SIGINT), on_interrupt="return", **short)
         return tsjax.training.train_heads(model, DATA, **how, **options).settings
 
@@ -187,8 +188,11 @@ def test_steps_that_nobody_gives_follow_the_data_or_the_run_that_goes_on(
     again = of_run(save_to=tmp_path, resume=True)
     assert again == old and again.steps == 200
     told = of_run()
-    assert [getattr(told, name) for name in run.SIZED_BY_DATA] == [56, 14, 9, 3]
+    assert [getattr(told, name) for name in run.SIZED_BY_DATA] == [63, 15, 8, 2]
     assert of_run(steps=8, warmup_steps=1).batch_size == 120
+    mesh = jax.make_mesh((3, 1), ("data", "model"), devices=jax.devices()[:3])
+    on_three = of_run(helpers.tiny_model(mesh=mesh))  # of which 120 is no multiple in threes
+    assert (on_three.batch_size, on_three.micro_batch) == (6, 2)
 
 
 # --- what is kept ----------------------------------------------------------------------------

@@ -41,6 +41,13 @@ def books(tmp_path_factory) -> str:
     return str(folder)
 
 
+def test_steps_that_nobody_gives_follow_the_texts(checkpoint, books, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(training, "MOST_PASSES", 4)
+    argv = ["train-heads", checkpoint, "--data", books, "--save-to", str(tmp_path / "run")]
+    assert main([*argv, "--sequence-length", "12", "--num-heads", "2"]) == 0
+    assert json.loads(capsys.readouterr().out)["steps"] == 5  # of 4 of the 5 texts
+
+
 def test_the_command_trains_saves_and_resumes(checkpoint, books, tmp_path, capsys):
     run = str(tmp_path / "run")
     argv = ["train-heads", checkpoint, "--data", books, "--save-to", run, *FLAGS]

@@ -232,7 +232,7 @@ def run_logits(model, tokens):
         return model(torch.tensor([tokens])).logits[0].numpy()
 
 
-def run_greedy(model, prompt, max_new_tokens, **settings):
+def run_greedy(model, prompt, max_new_tokens):
     """The new tokens, and by how much each led over the runner-up after all processors."""
     import torch
     from transformers import GenerationConfig
@@ -242,7 +242,6 @@ def run_greedy(model, prompt, max_new_tokens, **settings):
         max_new_tokens=max_new_tokens,
         return_dict_in_generate=True,
         output_scores=True,
-        **settings,
     )
     ids = torch.tensor([prompt])
     with torch.no_grad():

@@ -36,15 +36,14 @@ else:
                 globals().setdefault(known, getattr(public, known))
             if name in globals():
                 return globals()[name]
-            places = [_import_module(f"tsjax.{module}") for module in _MODULES]
-            for place in places:
+            for place in map(_import_module, (f"tsjax.{module}" for module in _MODULES)):
                 if name in place.__all__:  # it was here; until the next release it is
                     new = f"{place.__name__}.{name}; the old name goes in the next release"
                     _warn(f"tsjax.{name} is now {new}", FutureWarning, stacklevel=2)
                     return globals().setdefault(name, getattr(place, name))
             near = (
                 f"{place.__name__.removesuffix('.public')}.{known}"
-                for place in (public, *places)
+                for place in (public, *(_import_module(f"tsjax.{one}") for one in _MODULES))
                 for known in place.__all__
                 if known.lower() == name.lower()
             )

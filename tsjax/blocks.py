@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The exact sampler and the exact judge, for other engines.
+"""For other engines: the exact sampler, and the judge of drafts."""
 
-Pure functions of arrays, which can be jitted and sharded by whoever calls them. Know logits and
-positions. Know no model, no cache and no method: see
-docs/own_method.md#for-other-engines-the-sampler-and-the-judge.
-"""
+# Pure functions of arrays, which can be jitted and sharded by whoever calls them. They know logits
+# and positions; no model, no cache and no method.
 
 from __future__ import annotations
 

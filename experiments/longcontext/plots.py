@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figure of a document of evaluate.py: scores over times to the first token."""
+"""The figure of a document of __main__.py: scores over times to the first token."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables and sentences that a page shows of documents of evaluate.py, in Markdown."""
+"""The tables and sentences that a page shows of documents of __main__.py, in Markdown."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a document of evaluate.py says: means, losses prompt by prompt, and the best points.
+"""What a document of __main__.py says: means, losses prompt by prompt, and the best points.
 
 Knows the document alone. A row of it has a list for each thing measured, with an entry per prompt,
 and the seconds that the full prefill took beside it in the same turn.

@@ -25,8 +25,8 @@ def add_fits(commands: Any) -> None:
     text = "what each device of a mesh would hold of a model and its texts"
     about = (
         "Says what each device would hold, weights and cache, and whether nine tenths of its "
-        "memory have room for that; if not, what would fit. Needs no devices and no weights. A run "
-        "rounds the tokens of its cache up, unless it is given capacity=."
+        "memory have room for that; if not, what would fit. Needs no weights, and with --device "
+        "no devices. A run rounds the tokens of its cache up, unless it is given capacity=."
     )
     parser = cli.command(commands, "fits", _fits, text, about, FITS_EXAMPLES)
     cli.add(parser, "model", cli.MODEL_HELP + "; or a preset, " + ", ".join(model_preset_names()))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is held in memory, in bytes on each device: all that is counted is counted here.
+"""What is held in memory, in bytes on each device: weights, caches, states and what passes need.
 
 Knows what is declared of weights, caches and states, and where it lies on a mesh, which needs no
 devices. Allocates nothing. Does not know how much memory there is.

@@ -7,7 +7,7 @@ Knows the arrays of Params that they are. Does not know names (head_files.py, dr
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ import numpy as np
 from tsjax.base.errors import BadValue
 from tsjax.base.model_config import ModelConfig
 from tsjax.files import weight_files
-from tsjax.files.drafter_files import MATRIX, PREFIX, WORD_NUMBERS, write_drafter
+from tsjax.files.drafter_files import PREFIX, WORD_NUMBERS, write_drafter
 from tsjax.files.head_files import MEDUSA, MEDUSA_PICKLE, find_heads, named_in
 from tsjax.files.model_in_memory import Model, named_arrays
 from tsjax.files.tensor_names import entries
@@ -51,11 +51,13 @@ def write_heads(model: Model, file: str) -> None:
     weight_files.write_safetensors(file, named_in(MEDUSA, _tensors_of(model, "heads.")))
 
 
-def _tensors_of(model: Model, beginning: str) -> dict[str, np.ndarray]:
+def _tensors_of(
+    model: Model, beginning: str, left_out: Sequence[str] = ()
+) -> dict[str, np.ndarray]:
     return {
         tensor.key: np.ascontiguousarray(tensor.of(np.asarray(leaf)))
         for entry, leaf in named_arrays(model)
-        if entry.path.startswith(beginning)
+        if entry.path.startswith(beginning) and entry.path not in left_out
         for tensor in entry.tensors
     }
 
@@ -78,8 +80,8 @@ def write_drafter_of(model: Model, folder: str) -> None:
     """Writes or replaces a model's drafter. Rows of the model's own matrix are left out."""
     drafter = model.params.drafter
     assert drafter is not None
-    tensors = _tensors_of(model, PREFIX)
+    own = unembedding_rows(model.params.model, drafter.words)
+    left_out = ["drafter.unembed"] if jnp.array_equal(own, drafter.unembed) else []
+    tensors = _tensors_of(model, PREFIX, left_out)
     words = tensors.pop(PREFIX + WORD_NUMBERS)
-    if jnp.array_equal(unembedding_rows(model.params.model, drafter.words), drafter.unembed):
-        del tensors[PREFIX + MATRIX]
     write_drafter(folder, model.cfg, tensors, words)

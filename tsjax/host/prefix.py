@@ -163,8 +163,8 @@ def read_prefix(path: str | os.PathLike, model: Model, slots_for: Callable[[int]
     file = open_prefix(path)
     said, read_by, length = f"prefix={file.name!r}", file.about["model"], file.about["length"]
     refuse_several(said)
-    held = (read_by[name] for name in ("path", "dtype", "weights", "cache"))
-    check_held_alike(said, *held, model.cfg)
+    place, dtype = read_by["path"], read_by["dtype"]
+    check_held_alike(said, place, dtype, read_by["weights"], read_by["cache"], model.cfg)
     if read_by["fingerprint"] != model_fingerprint(model):
         known = f", which was loaded from {read_by['path']!r}" if read_by["path"] else ""
         raise BadValue(f"{said} was read by another model: load that of the file{known}")

@@ -232,7 +232,7 @@ def read_lines(path: str | os.PathLike) -> dict[int, str]:
     check(bool(found), "prompts", name, "a file with at least one line")
     lines_of: dict[str, int] = {}
     for number, line in found.items():
-        if is_batch_line(entry := _entry_of(line)):
+        if '"custom_id"' in line and is_batch_line(entry := _entry_of(line)):
             first = lines_of.setdefault(json.dumps(entry["custom_id"]), number)
             wanted = (
                 f"a custom_id of its own in line {number}: {entry['custom_id']!r} is line {first}'s"

@@ -205,7 +205,9 @@ def _fewest(found: Layout, cfg: ModelConfig, room: int, most: int) -> dict[str, 
 def fit_line(found: Fit) -> str:
     if found.room is None:
         return f"whether it fits is not known: {found.device} does not say; --device names a card"
-    room = f"the {found.room / 1e9:.2f} GB for each, nine tenths of its memory"
+    is_card = found.device.replace("-", " ") in GPUS
+    of_all = "of its memory" if is_card else "of what is free"
+    room = f"the {found.room / 1e9:.2f} GB for each, nine tenths {of_all}"
     tokens = f"at most {found.most_tokens:,} tokens fit" if found.most_tokens else "no token fits"
     if found.fits:
         return f"fits {found.device}: {found.spare / 1e9:.2f} GB are left of {room}; {tokens}"
@@ -214,5 +216,6 @@ def fit_line(found: Fit) -> str:
         why = f"the mesh has more devices than the {found.devices} here"
     if found.fewest:
         shape = ",".join(map(str, found.fewest.values()))
-        why += f"; all fits on {math.prod(found.fewest.values()):,} devices, MESH {shape}"
+        count = math.prod(found.fewest.values())
+        why += f"; all fits on {count:,} device{'s' * (count > 1)}, MESH {shape}"
     return f"does not fit {found.device}: {why}"

@@ -32,6 +32,7 @@ from tsjax.files.fingerprint import fingerprint_of_first_rows, model_fingerprint
 from tsjax.host import processes
 from tsjax.host.device_programs import programs_of
 from tsjax.host.interrupt import Interrupt
+from tsjax.host.memory import main_memory
 from tsjax.training import loss, saved
 from tsjax.training.corpus import (
     Order,
@@ -125,7 +126,9 @@ def train_heads(
     fits_data = settings is None and "steps" not in changes
     settings = head_settings(settings, changes)
     check_int(save_every, "save_every", 1)
-    _check_passes(model, settings)
+    _check_length(model, settings)
+    if not fits_data:
+        _check_passes(model, settings)
     # Before the folder is looked at, in which the first one may still be writing.
     processes.check_same("train_heads", settings, save_to is None, resume, cache_hidden)
     folder = saved.check_folder(save_to, resume, saved.FILES_OF_HEADS)
@@ -176,6 +179,9 @@ def _check_passes(model: Model, settings: HeadTraining) -> None:
     wanted = f"a multiple of the {micro} sequences of a pass (micro_batch={settings.micro_batch}"
     wanted += f" on each of {parts} parts of the mesh)" if parts > 1 else ")"
     check(batch % micro == 0, "batch_size", batch, wanted)
+
+
+def _check_length(model: Model, settings: HeadTraining) -> None:
     length, limit = settings.sequence_length, model.cfg.max_positions
     wanted = f"at most the {limit} positions that the model was made for"
     check(length <= limit, "sequence_length", length, wanted)
@@ -185,11 +191,16 @@ def _fitted_to(
     sequences: int, parts: int, settings: HeadTraining, changes: Mapping[str, Any]
 ) -> dict[str, int]:
     """SIZED_BY_DATA, but for what `changes` say: no step takes a sequence twice, and all steps take
-    MOST_PASSES over the data at most. Much data changes nothing."""
+    MOST_PASSES over the data at most. Much data changes nothing; of little data a step takes a
+    power of two, which a mesh of other parts can share out as well."""
     micro, batch = settings.micro_batch, settings.batch_size
+
+    def whole(count: int) -> int:
+        return 1 << (count.bit_length() - 1) if sequences < settings.batch_size else count
+
     if "batch_size" not in changes:
-        micro = changes.get("micro_batch", max(1, min(micro, sequences // parts)))
-        batch = max(1, min(batch, sequences) // (micro * parts)) * micro * parts
+        micro = changes.get("micro_batch", whole(max(1, min(micro, sequences // parts))))
+        batch = whole(max(1, min(batch, sequences) // (micro * parts))) * micro * parts
     steps = min(settings.steps, -(-MOST_PASSES * sequences // batch))
     warmup = changes.get("warmup_steps", min(settings.warmup_steps, steps // 4))
     return dict(zip(SIZED_BY_DATA, (max(steps, warmup + 1), warmup, batch, micro), strict=True))
@@ -246,7 +257,7 @@ class _Run(Training):
         total, length = len(self.train), self.settings.sequence_length
         dtype = jax.numpy.dtype(self.cfg.dtype)
         needed = total * length * self.cfg.embed_dim * dtype.itemsize
-        memory = processes.least(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+        memory = processes.least(main_memory() or 2**62)
         wanted = (
             f"the hidden states of {total} sequences take {needed / 1e9:.1f} GB, this machine has "
             f"{memory / 1e9:.1f} GB; leave it out"
