@@ -98,7 +98,8 @@ def test_whether_it_fits_and_what_would(capsys, monkeypatch):
     assert said.endswith("; no token fits")  # and no 1,024 devices either
     # Simulated devices share what this machine has free.
     monkeypatch.setattr(layout, "available_bytes", lambda device: 40_000_000_000)
-    assert last("1,1", most) == f"fits this machine: 0.00 GB are left of {end}"
+    of_free = end.replace("its memory", "what is free")
+    assert last("1,1", most) == f"fits this machine: 0.00 GB are left of {of_free}"
     said = last("1,2", "1M", "--device", "cpu")
     assert "more than the 18.00 GB for each" in said and said.endswith(" tokens fit")
     # A machine with one GPU, and one of which nothing is known.

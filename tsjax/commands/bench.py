@@ -13,7 +13,7 @@ from tsjax.base.model_config import DTYPES
 from tsjax.commands import arguments as cli
 from tsjax.measure.bench import answer
 from tsjax.measure.bench_question import DEFAULT, LENGTHS, NEW_TOKENS, ROUNDS, WARM_UP, Question
-from tsjax.measure.paired_runs import PLAIN, SETTINGS, USUAL
+from tsjax.measure.paired_runs import PLAIN, SETTINGS, USUAL_SETTINGS
 from tsjax.measure.peers import PEER_TOKENS
 from tsjax.methods import METHODS
 
@@ -51,7 +51,7 @@ def add_bench(commands: Any) -> None:
     cli.add(parser, "--rounds N", "that count", default=ROUNDS)
     text = "rounds before these, which do not count; long runs need none"
     cli.add(parser, "--warm-up N", text, default=WARM_UP)
-    text = f"of {', '.join(SETTINGS)} (default: {' '.join(USUAL)})"
+    text = f"of {', '.join(SETTINGS)} (default: {' '.join(USUAL_SETTINGS)})"
     cli.add(parser, "--settings NAME", text, nargs="+")
     cli.add(parser, "--dtype", "the checkpoint's own by default", choices=DTYPES)
     cli.add_held(parser)

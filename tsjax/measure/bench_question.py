@@ -32,7 +32,7 @@ from tsjax.host.memory import available_bytes
 from tsjax.host.prompt_files import prompt_of_line, read_lines
 from tsjax.host.prompts import encode_text, prompt_row, tokenizer_of
 from tsjax.measure import peers
-from tsjax.measure.paired_runs import PEERS, PLAIN, SETTINGS, USUAL, requested
+from tsjax.measure.paired_runs import PEERS, PLAIN, SETTINGS, USUAL_SETTINGS, requested
 from tsjax.measure.peers import PEER_TOKENS
 from tsjax.measure.plots import check_plot
 from tsjax.measure.trace import read_trace
@@ -68,7 +68,7 @@ class Question:
     new_tokens: int = NEW_TOKENS
     rounds: int = ROUNDS
     warm_up: int = WARM_UP
-    settings: tuple[str, ...] = USUAL
+    settings: tuple[str, ...] = USUAL_SETTINGS
     dtype: str | None = None
     weights: str | None = None
     cache: str | None = None

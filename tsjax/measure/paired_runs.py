@@ -36,7 +36,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "chat": dict(do_sample=True, temperature=0.7, min_p=0.05),  # as answers are often drawn
 }
-USUAL = "sampled", "greedy"
+USUAL_SETTINGS = "sampled", "greedy"
 PLAIN = "plain"  # what the others are held against
 EVERY = 1024  # output positions that make one figure
 PEERS = ("torch", "torch lookup")
