@@ -107,7 +107,7 @@ def test_whether_it_fits_and_what_would(capsys, monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda name: [gpu])
     assert last("1,1", most).startswith("fits NVIDIA A: 0.00 GB are left")
     said = "does not fit NVIDIA A: the mesh has more devices than the 1 here"
-    assert last("1,2", 1000) == f"{said}; all fits on 1 devices, MESH 1,1,1"
+    assert last("1,2", 1000) == f"{said}; all fits on 1 device, MESH 1,1,1"
     assert last("1,2", "1M") == said
     monkeypatch.setattr(layout, "available_bytes", lambda device: None)
     unknown = "whether it fits is not known: {} does not say; --device names a card"
