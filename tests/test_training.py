@@ -23,6 +23,7 @@ from tsjax.training import run
 from tsjax.training import saved as saved_training
 from tsjax.training.corpus import Order
 from tsjax.training.loss import init_heads
+from tsjax.training.places import shared_out
 
 LENGTH, ROWS = 16, 10
 SETTINGS = tsjax.training.HeadTraining(
@@ -132,6 +133,24 @@ def check_losses(trained, other) -> None:
 @pytest.mark.parametrize("options", [{"micro_batch": 4}, {"cache_hidden": True}])
 def test_micro_batches_and_cached_states_only_round_differently(options, model, whole):
     check_losses(train(model, **options), whole)
+
+
+def test_it_is_saved_every_so_many_steps(model, tmp_path, monkeypatch):
+    counts, save = [], saved_training.RunFolder.save
+
+    def counted(self, run, history, **how):
+        counts.append(len(history))
+        save(self, run, history, **how)
+
+    monkeypatch.setattr(saved_training.RunFolder, "save", counted)
+    train(model, save_to=tmp_path, save_every=3)
+    assert counts == [3, 6, 7]
+
+
+def test_the_rows_of_a_batch_are_shared_out():
+    mesh = jax.make_mesh((2, 2), ("data", "model"))
+    rows = shared_out(np.zeros((4, 5), np.int32), helpers.tiny_model(mesh=mesh).params)
+    assert {shard.data.shape for shard in rows.addressable_shards} == {(2, 5)}
 
 
 @pytest.mark.wide

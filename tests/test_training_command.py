@@ -81,6 +81,12 @@ def test_the_command_refuses_in_one_line(flags, message, checkpoint, books, tmp_
     assert message in err and err.count("\n") == 1
 
 
+def test_a_wrong_setting_is_refused_before_the_model_is_read(tmp_path, capsys):
+    argv = ["train-heads", "no-model", "--data", "no-text", "--save-to", str(tmp_path / "x")]
+    assert main([*argv, "--learning-rate", "-1"]) == 2
+    assert "learning_rate=-1.0" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("number", "full", "code", "goes_on"),
     [(3, False, 130, True), (3, True, 2, False), (1, False, 130, False)],
