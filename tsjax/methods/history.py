@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import flax.struct
 import jax
@@ -141,9 +141,14 @@ def longest_match(tokens: Int[Array, "B C"], length: Int[Array, "B"]) -> Place:
     equals the last; no equal token is no match.
     """
     C = tokens.shape[1]
-    in_blocks = functools.partial(match_in_blocks, block=min(SEARCH_BLOCK, C))
-    at_once = functools.partial(match_in_blocks, block=C)  # a GPU looks at it all in no time
+    in_blocks, at_once = _search(min(SEARCH_BLOCK, C)), _search(C)  # all is no time for a GPU
     return lax.platform_dependent(tokens, length, cpu=in_blocks, default=at_once)
+
+
+@functools.cache
+def _search(block: int) -> Callable[..., Place]:
+    """The same function for the same block, as jax knows by it what is traced already."""
+    return functools.partial(match_in_blocks, block=block)
 
 
 def what_followed(

@@ -131,7 +131,7 @@ def best_of_layer(depth: int) -> slice:
 
 
 def kinds_of_pass(candidates: Candidates, depth: int) -> Int[Array, "B best_of"]:
-    """By whether a candidate is the best one, and the gap to the other one."""
+    """By whether a candidate is the best one, and the gap to the other one, at any depth."""
     index, gap = jnp.arange(CHILDREN)[None], gaps(candidates.scores)
     kinds = kind_number(KINDS.passes, PASS_AXES, index, between(GAPS, gap))
     return jnp.where(candidates.possible, kinds, NO_DRAFT)
